@@ -258,7 +258,7 @@ class WorkerEvent(EventData, kind="worker"):
 
     stage: str
     worker: Worker
-    change: Annotated[str, Doc("started, ready, stopped, died, restarted, kept its weights, taken over, rewound, …")]
+    change: Annotated[str, Doc("started, ready, stopped, died, restarted, absent, left, kept its weights, rewound, …")]
     pid: int = 0
     reason: str = ""
     name: Annotated[str, Doc("Of its present life.")] = ""

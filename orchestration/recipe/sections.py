@@ -367,6 +367,12 @@ class PipelineSection(Section):
         "`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
         json_schema_extra={"pattern": f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"},
     )
+    index_serve: str = key(
+        "",
+        "Address of this machine, HOST or HOST:PORT, at which other machines reach an embedded index: with a password that "
+        "the run makes, and inside TLS with the tls_ keys. `join` in the run's index.json is its URL. Empty: none do.",
+        examples=["10.0.0.1", "10.0.0.1:6379"],
+    )
     serve: str = key(
         "",
         "Address on which other nodes reach the warehouse. `0.0.0.0`: all addresses of this node; announced is the one that "
@@ -390,11 +396,14 @@ class SyncSection(Section):
 
     transport: Literal["shared_memory", "collective"] = key(
         "shared_memory",
-        "`shared_memory`: engines read the trainer's memory on the same node. `collective`: bytes travel by "
-        "torch.distributed, where trainer and engines have devices or nodes of their own.",
+        "`shared_memory`: engines read the trainer's memory on the same node. `collective`: engines may be on other nodes. "
+        "Each node has one copy, which it sends on to the next node while it receives it.",
     )
     serve: str = key("127.0.0.1", 'Address of the trainer\'s node, for `transport = "collective"`.', min_length=1)
-    rolling: bool = key(True, "Replicas swap one after the other, so that some always generate.")
+    rolling: bool = key(True, "Replicas take turns to swap, so that some always generate.")
+    at_once: Annotated[int, Field(ge=0), unit("replicas")] = key(
+        0, "Replicas that swap at the same time, with `rolling`. 0: a quarter of `rollout.workers`, at least one."
+    )
     prefetch: bool = key(
         True,
         "In a colocated run: load training's memory as soon as nothing is left to generate, not only when a batch is "
@@ -459,6 +468,12 @@ class CheckpointSection(Section):
 
     every: Steps = key(20, "Steps between two checkpoints.")
     keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(2, "Number of newest checkpoints that are kept.")
+    url: str = key(
+        "",
+        "An existing folder or bucket to which each checkpoint is copied, below the run's id, as a path or as a URL of any "
+        "scheme of fsspec (`s3://` needs the package s3fs). Machines without the run's folder read it there. Empty: none.",
+        examples=["s3://bucket/runs"],
+    )
 
 
 class GuardSection(Section):
@@ -496,14 +511,30 @@ class LaunchSection(Section):
         0, "Of `rollout.workers`, those that other machines start with `asyncdock host` (docs/two-machines.md)."
     )
     max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = key(
-        3, "Restarts of dead workers in one run; after the last one the run fails."
+        3,
+        "Restarts of one worker, or rank group, within `restart_window`; with the next one the run fails. A rollout worker "
+        "waits instead until it may be restarted, while another one works.",
     )
+    restart_window: Seconds = key(3600.0, "How long a restart counts for `max_restarts`.")
     startup_timeout: Seconds = key(300.0, "Longest time until all workers are ready.")
     stop_timeout: Seconds = key(
         60.0,
         "When the run is stopped: time for workers to finish their claims, and for the trainer to write a checkpoint.",
     )
     collective_timeout: Seconds = key(300.0, "Longest wait of a rank for the others in a collective call.")
+    hang_timeout: Seconds = key(
+        120.0, "Longest time without a sign of life of a worker; then it is ended, and restarted as a dead one."
+    )
+    stall_timeout: Seconds = key(
+        3600.0,
+        "Longest time in which no stage of a running run processes a sample; then the worker that all others wait for "
+        "(`asyncdock why`) is ended, and restarted. Above the longest response, step and evaluation.",
+    )
+
+    @property
+    def beat_seconds(self) -> float:
+        """Seconds between two signs of life of a worker."""
+        return min(2.0, self.hang_timeout / 8)
 
 
 ExternalStage = Literal["rollout", "reward", "reference", "update"]

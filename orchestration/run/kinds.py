@@ -24,7 +24,7 @@ class WorkerKind:
     ``job``: its :class:`~orchestration.run.builders.job.Job`, as "module:class". ``numbers``: the workers of this kind that
     a recipe needs. ``rank_group``: name of the group of workers that train together; when one dies, all of them are started
     again ("": each worker is alone). ``ends_by_itself``: the run is finished when all workers of such kinds have ended.
-    ``writes``: they write columns into an arena.
+    ``writes``: they write columns into an arena. ``elastic``: the run goes on with fewer of them, while one is left.
     """
 
     name: str
@@ -33,6 +33,7 @@ class WorkerKind:
     rank_group: str = ""
     ends_by_itself: bool = False
     writes: bool = True
+    elastic: bool = False
 
     def load(self) -> type[Job]:
         """Import and return the class that builds workers of this kind."""
@@ -58,6 +59,7 @@ _ALL = (
         f"{_BUILDERS}.rollout:RolloutJob",
         lambda recipe: range(0 if recipe.colocated or not recipe.runs_stage("rollout") else recipe.rollout.workers),
         ends_by_itself=True,
+        elastic=True,
     ),
     # reward workers beside that of `flow`
     WorkerKind("reward", f"{_BUILDERS}.reward:RewardJob", lambda recipe: range(1, recipe.reward.workers)),

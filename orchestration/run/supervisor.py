@@ -1,13 +1,16 @@
 """The supervisor: starts a run's workers, restarts those that die, and ends the run.
 
     launch ──▶ ready ──▶ … ──▶ exit 0: done
-                 │ died: its leases end and its bytes are free at once ──▶ launch again, at most `max_restarts` times
+                 │ died: its leases end and its bytes are free at once ──▶ launch again, within its restart budget
                  └ a fatal error, too many deaths, or the same error twice before it was ready: the run fails
 
     created → starting → running ⇄ paused → stopping → finished | stopped | failed
 
 The ranks of the train engine are a rank group, with the critic where it has a worker of its own: each waits for the others.
 When one dies the supervisor ends the others and launches all of them again, which counts as one restart.
+
+A worker of an elastic kind (``orchestration.run.kinds``) whose budget is used up does not end the run while another one of
+its kind works: it is absent until the budget allows a restart. At its end the trainer waits for the engines that are not.
 
 The work is done when all workers of the kinds that end by themselves (``orchestration.run.kinds``) have ended; the others
 are stopped then. Where another program trains, it is done when that has published the last of ``steps``.
@@ -18,13 +21,17 @@ A supervisor may follow a killed one in the same index: the rows that its worker
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
+from orchestration.elastic.budget import RestartBudget
+from orchestration.guard.liveness import Liveness
 from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
@@ -33,7 +40,7 @@ from orchestration.run.launchers import Launcher, Life
 from orchestration.service.registry import LIVE
 from pipeline.events import WorkerEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import Index, worker_name
+from pipeline.index.client import ENGINES, TAKEN, Index, worker_name
 
 log = structlog.get_logger()
 
@@ -71,7 +78,10 @@ class Supervisor:
         self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
         self.steps, self.begins, self.restarts = steps, begins, 0
         self._lives: dict[Worker, Life] = {}
-        self._lost: list[object] = []  # connections to fork servers whose end was counted as a restart
+        self._liveness = Liveness(index, launch)
+        self._budgets: dict[Worker, RestartBudget] = {}
+        self._keepers: dict[Worker, asyncio.Task[None]] = {}  # by the first worker of a rank group
+        self._absent: set[Worker] = set()  # wait until their budgets allow a restart
         self._not_started: dict[Worker, str] = {}  # the last reason
         self._stopping = False
         self._unready = {_shown(worker) for worker in self.workers}  # of the workers that were launched first
@@ -105,22 +115,26 @@ class Supervisor:
         _, self._began = await self.index.event_ends()
         if self.guard is not None:
             await self.guard.begin()
-        keepers = {group[0]: asyncio.create_task(self._keep(group)) for group in self._rank_groups()}
+        self._keepers = keepers = {group[0]: asyncio.create_task(self._keep(group)) for group in self._rank_groups()}
+        await self._record_engines()
         stopping = asyncio.create_task(first_of(stop.wait(), self._stop_requested()))
-        watchers: list[asyncio.Task[Any]] = [stopping, asyncio.create_task(self._start())]
+        watchers: list[asyncio.Task[Any]] = [
+            stopping,
+            asyncio.create_task(self._start()),
+            asyncio.create_task(self._liveness.run()),
+        ]
         guarding = asyncio.create_task(self.guard.run()) if self.guard is not None else None
         watchers += [guarding] if guarding is not None else []
-        work = [task for (kind, _), task in keepers.items() if kind_of(kind).ends_by_itself]
+        trained = None
         if not any(kind_of(kind).rank_group for kind, _ in keepers):  # another program trains
-            work.append(asyncio.create_task(self._last_published()))
-            watchers.append(work[-1])
+            watchers.append(trained := asyncio.create_task(self._last_published()))
         pending = {*keepers.values(), *watchers}
         try:
             while True:
                 ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     task.result()
-                if all(task.done() for task in work):
+                if self._work_is_done() and (trained is None or trained.done()):
                     outcome = Outcome("finished")
                     break
                 if stopping.done():
@@ -137,6 +151,10 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(*keepers.values(), *watchers, return_exceptions=True)
 
+    def _work_is_done(self) -> bool:
+        work = {worker: task for worker, task in self._keepers.items() if kind_of(worker[0]).ends_by_itself}
+        return all(task.done() or worker in self._absent for worker, task in work.items())
+
     async def _stop(self, keepers: list[asyncio.Task[None]]) -> None:
         """Stop the workers, and give them ``stop_timeout`` seconds to finish what they hold: the trainer ends with a
         checkpoint. Those that are still starting hold nothing and are ended at once, unless a trainer has to replay steps
@@ -147,6 +165,8 @@ class Supervisor:
             for worker, life in self._lives.items():
                 if _shown(worker) in self._unready:
                     life.end()
+        for worker in self._absent:
+            self._keepers[worker].cancel()
         _, late = await asyncio.wait(keepers, timeout=self.launch.stop_timeout)
         if late:
             log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.launch.stop_timeout)
@@ -165,6 +185,8 @@ class Supervisor:
             names = {worker: worker_name(*worker) for worker in group}
             await self._launch(names)
             codes = await self._wait({worker: self._lives[worker] for worker in group})
+            for name in names.values():
+                self._liveness.leave(name)
             if not any(codes.values()):
                 return
             reasons = {worker: await self.index.get(f"reason:{names[worker]}") for worker in group}
@@ -177,7 +199,7 @@ class Supervisor:
                         await self._emit(worker, "died", reason=reason)
                 return
             reason = await self._report_deaths(codes, reasons, names)
-            self._count_restart(next(iter(codes)), codes, reason)
+            await self._take_restart(group[0], next(iter(codes)), codes, reason)
             await self._emit(group[0], "restarted", reason=reason)
 
     async def _launch(self, names: dict[Worker, str]) -> None:
@@ -192,6 +214,7 @@ class Supervisor:
             except OSError as error:
                 raise _Failed(f"{_shown(worker)} cannot be started: {error}") from error
             self._lives[worker] = life
+            self._liveness.follow(name, life)
             await self._emit(worker, "started", pid=life.pid)
 
     async def _report_deaths(
@@ -210,20 +233,44 @@ class Supervisor:
                 raise _Failed(f"{_shown(worker)}: {reasons[worker] or ending(code)}")
         return reason
 
-    def _count_restart(self, first: Worker, codes: dict[Worker, int], reason: str) -> None:
-        """Raises _Failed when ``first`` may not be restarted. Workers that die together of one cause count once."""
-        if codes[first] == EXIT_NOT_STARTED:
+    async def _take_restart(self, group: Worker, first: Worker, codes: dict[Worker, int], reason: str) -> None:
+        """Return when the rank group of ``group`` may be restarted after the death of ``first``. Raises _Failed when it may
+        not be, and the run cannot go on without it."""
+        if codes[first] == EXIT_NOT_STARTED and not self._others_work(group):
             if self._not_started.get(first) == reason:
                 raise _Failed(f"{_shown(first)} failed twice before its first work, for the same reason: {reason}")
             self._not_started[first] = reason
-        connection = self._lives[first].orphaned
-        if connection is not None and connection in self._lost:
-            return
-        if self.restarts >= self.launch.max_restarts:
-            used_up = f"launch.max_restarts = {self.launch.max_restarts} is used up"
-            raise _Failed(f"{_shown(first)} died and {used_up}: {reason}")
+        most = self.launch.max_restarts
+        budget = self._budgets.setdefault(group, RestartBudget(most, self.launch.restart_window))
+        while seconds := budget.take(time.monotonic()):
+            used_up = f"launch.max_restarts = {most} is used up: {reason}"
+            if not self._others_work(group):
+                raise _Failed(f"{_shown(first)} died and {used_up}")
+            if group not in self._absent:
+                self._absent.add(group)
+                await self._record_engines()
+                log.warning("worker is absent", worker=_shown(group), reason=used_up, seconds=seconds)
+                await self._emit(group, "absent", reason=used_up)
+            await asyncio.sleep(min(seconds, self.launch.restart_window))
         self.restarts += 1
-        self._lost.append(connection)
+        if group in self._absent:
+            self._absent.remove(group)
+            await self._record_engines()
+
+    def _others_work(self, worker: Worker) -> bool:
+        """Whether the run goes on without ``worker``, as others of its elastic kind work."""
+        return kind_of(worker[0]).elastic and any(
+            other[0] == worker[0] and other != worker and other not in self._absent and not task.done()
+            for other, task in self._keepers.items()
+        )
+
+    async def _record_engines(self) -> None:
+        """Record for the trainer which engines must have the last version before the run ends."""
+        engines = [
+            _shown(worker) for worker in self._keepers if kind_of(worker[0]).elastic and worker not in self._absent
+        ]
+        await self.index.put(ENGINES, json.dumps(engines))
+        await self.index.wake(TAKEN)
 
     async def _wait(self, lives: dict[Worker, Life]) -> dict[Worker, int]:
         """Returns the exit codes of a rank group in the order in which its members ended. When one dies the others, which

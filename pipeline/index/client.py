@@ -59,7 +59,12 @@ UNLIMITED = 2**40
 # Environment variable with the index's URL. The URL may hold a password, and command lines are public.
 DROPPED = ("dropped", "dropped_tokens")  # fields of the ledger's event: groups and tokens by reason
 INDEX_VARIABLE = "ASYNCDOCK_INDEX"
+OWN_ADDRESS = "own-address"  # document of a run: address of its machine, where that has an index on a Unix socket
 EVALUATED = "evaluated"  # document of a run: the newest evaluated version
+ENGINES = (
+    "engines"  # document of a run: JSON list of the rollout workers that must have the last version before it ends
+)
+TAKEN = "weights"  # topic: an engine has taken the last version, or reported one as damaged, or ENGINES has changed
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,36 @@ class StageQueue:
 
 
 @dataclass(frozen=True)
+class SignOfLife:
+    """The last sign of life of a worker: ``at``, in ms of the index's clock; the names of its ``stages``; the policy
+    ``version`` that it has loaded; whether it is ``ready``, or still being built."""
+
+    at: int
+    stages: tuple[str, ...]
+    version: int | None
+    ready: bool
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What training waits for at ``now`` (ms of the index's clock).
+
+    ``group``: the oldest open group that ``trainer``, the stage that takes batches, cannot claim (None: it could claim all).
+    ``stage``: the first one that has ``rows`` of the group to process ("": the group waits for admission), of which
+    ``parked`` are begun and free. ``holders``: (worker, ms when it claimed them) of the others. ``settled``: rows that any
+    stage has processed or parked since the run began."""
+
+    now: int
+    settled: int
+    trainer: str
+    group: int | None
+    stage: str
+    rows: int
+    parked: int
+    holders: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class ResumePoint:
     """What a run that resumes at the trainer's version starts from: its ``counters``, the groups to ``remake``, and as JSON
     the pass ``rates`` of its prompts ("": it samples uniformly)."""
@@ -167,6 +202,11 @@ class ResumePoint:
 
 class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Keys, Events, Logs):
     """The index of one run. Its own methods are about the run as a whole: its state, its documents, its figures."""
+
+    async def own_address(self) -> str:
+        """Returns the address of this machine on the way to the index, or by which the index is served to others; "" where
+        both are on this machine alone."""
+        return await super().own_address() or await self.get(OWN_ADDRESS) or ""
 
     async def init(
         self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = (), rates: str = ""
@@ -235,6 +275,33 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         rates = reply["rates"]
         kept = {**rates, "chosen": list(rates["chosen"]), "rates": list(rates["rates"])} if rates else None
         return ResumePoint(reply["counters"], list(reply["remake"] or ()), json.dumps(kept) if kept else "")
+
+    async def beat(self, worker: str, stages: Sequence[str], version: int | None, *, ready: bool) -> None:
+        """Give a sign of life of ``worker``."""
+        await self.call("beat", worker=worker, stages=list(stages), version=version, ready=ready)
+
+    async def alive(self) -> dict[str, SignOfLife]:
+        """The last sign of life of each worker that has given one and was not forgotten since."""
+        signs = {}
+        for name, (at, stages, version, ready) in (await self.call("alive") or {}).items():
+            signs[name] = SignOfLife(at, tuple(stages or ()), None if version is False else version, ready)
+        return signs
+
+    async def waiting(self) -> Missing:
+        """What training waits for now."""
+        found = await self.call("waiting")
+        holders = tuple((worker, int(since)) for worker, since in found["holders"] or ())
+        group, names = found["group"], (found["trainer"] or "", found["stage"] or "")
+        return Missing(
+            found["now"],
+            found["settled"],
+            names[0],
+            None if group is False else group,
+            names[1],
+            found["rows"],
+            found["parked"],
+            holders,
+        )
 
     async def forget_worker(self, worker: str) -> None:
         """``worker`` is dead: end its leases now, and free the blocks that it holds open."""

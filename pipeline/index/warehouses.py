@@ -114,8 +114,8 @@ class Warehouses(Calls):
         """Remove a warehouse with its bytes. Groups that had columns there are admitted again under the same numbers."""
         return Lost(**await self.call("lose_warehouse", warehouse=number))
 
-    async def suspect_warehouse(self, number: int, silent: float) -> Lost | Literal["alive", "gone"]:
-        """Remove a warehouse that has sent no heartbeat for ``silent`` seconds. Returns "alive" when it has, and "gone"
-        when another worker has removed it."""
+    async def suspect_warehouse(self, number: int, silent: float) -> Lost | float | Literal["gone"]:
+        """Remove a warehouse that has sent no heartbeat for ``silent`` seconds. Returns the seconds since its last one when
+        they are fewer, and "gone" when another worker has removed it."""
         reply = await self.call("suspect_warehouse", warehouse=number, silent=int(silent * 1000))
-        return "alive" if "alive" in reply else "gone" if "gone" in reply else Lost(**reply)
+        return reply["alive"] / 1000 if "alive" in reply else "gone" if "gone" in reply else Lost(**reply)

@@ -182,26 +182,33 @@ class WarehouseDirectory:
         blocks, slots = refs["block"].astype(np.int64), refs["slot"].astype(np.int64)
         if self.is_near(record):
             return self._mapped(record)[1].read(blocks, offsets, slots, names)
-        try:
-            return await self._remote(record).read(blocks, offsets, slots, names)
-        except WarehouseUnreachable as silent:
-            await self._suspect(record, silent)
-        if number in self.records:
-            return await self._remote(self.records[number]).read(blocks, offsets, slots, names)
+        while number in self.records:
+            record = self.records[number]
+            try:
+                return await self._remote(record).read(blocks, offsets, slots, names)
+            except WarehouseUnreachable as silent:
+                await self._suspect(record, silent)
         raise StaleHandle(f"warehouse {record.name!r} on node {record.node!r} is gone; its samples are made again")
 
     async def _suspect(self, record: WarehouseRecord, silent: WarehouseUnreachable) -> None:
         """Returns when the warehouse is out of the run, or back at another address. Raises WarehouseUnreachable when it is
-        alive and only cannot be reached from here."""
-        await self.refresh()
-        if (now := self.records.get(record.number)) is not None and now != record:
-            return
-        verdict = await self._index.suspect_warehouse(record.number, SILENT_SECONDS)
-        if verdict == "alive":
-            raise WarehouseUnreachable(
-                f"warehouse {record.name!r} on node {record.node!r} is alive, but cannot be reached from node "
-                f"{self.node or platform.node()!r} ({silent}); check the network between them"
-            ) from silent
+        alive and only cannot be reached from here: it has sent a heartbeat since. The last one of a lost node may be young
+        when its first reader fails, so no reader fails before that is known."""
+        age = 0.0
+        while True:
+            await self.refresh()
+            if (now := self.records.get(record.number)) is not None and now != record:
+                return
+            verdict = await self._index.suspect_warehouse(record.number, SILENT_SECONDS)
+            if not isinstance(verdict, float):
+                break
+            if verdict < age:
+                raise WarehouseUnreachable(
+                    f"warehouse {record.name!r} on node {record.node!r} is alive, but cannot be reached from node "
+                    f"{self.node or platform.node()!r} ({silent}); check the network between them"
+                ) from silent
+            age = verdict
+            await asyncio.sleep(HEARTBEAT_SECONDS / 4)
         if isinstance(verdict, Lost):
             log.warning("warehouse lost", warehouse=record.name, groups_made_again=verdict.groups, rows=verdict.rows)
         await self.refresh()

@@ -12,6 +12,7 @@ several ranks, this is what the first of them does (``stages.training.ranks``).
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from tensordict import TensorDict
 from pipeline.controller import Output, Stage
 from pipeline.events import StepEvent, SyncEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import BoundBroken, Claim
+from pipeline.index.client import ENGINES, TAKEN, BoundBroken, Claim
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
@@ -37,7 +38,7 @@ from stages.training.critic import CriticOrders
 from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup
 from stages.training.skipped import SkippedSteps
-from stages.weights.store import TAKEN, Probe, Published, Publisher, WeightsDamaged, damaged, done_with, probed
+from stages.weights.store import Probe, Published, Publisher, WeightsDamaged, damaged, done_with, probed
 
 log = structlog.get_logger()
 
@@ -234,12 +235,11 @@ class Update(Stage):
         self._over.set()
 
     async def until_taken(self, engines: Sequence[str]) -> None:
-        """Return when nothing more will be trained and, after the last step, all of ``engines`` have its version. Raises
-        WeightsDamaged, between two steps, when an engine has reported the newest version as damaged."""
-        position, index, last = "", self.dock.index, str(self.steps)
-        while not self._over.is_set() or (
-            self.trained >= self.steps and any([await index.get(done_with(engine)) != last for engine in engines])
-        ):
+        """Return when nothing more will be trained and, after the last step, all of ``engines`` have its version (those of
+        the document ENGINES, where the supervisor has written it). Raises WeightsDamaged, between two steps, when an engine
+        has reported the newest version as damaged."""
+        position, index = "", self.dock.index
+        while not self._over.is_set() or (self.trained >= self.steps and not await self._all_taken(engines)):
             async with self._stepping:
                 if reported_by := await index.get(damaged(self.trained)):
                     raise WeightsDamaged(
@@ -249,6 +249,11 @@ class Update(Stage):
             waking = index.woken(TAKEN, position, WAIT_SECONDS)
             woken, *_ = await first_of(waking, *([] if self._over.is_set() else [self._over.wait()]))
             position = woken or position
+
+    async def _all_taken(self, engines: Sequence[str]) -> bool:
+        index = self.dock.index
+        now = json.loads(await index.get(ENGINES) or "null")
+        return all([await index.get(done_with(each)) == str(self.steps) for each in (engines if now is None else now)])
 
 
 def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:

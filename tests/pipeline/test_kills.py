@@ -17,6 +17,7 @@ import torch
 from pipeline.columns import Column, Schema
 from pipeline.index.client import Index, IndexUnreachable, LeaseLost, RunConfig, StageSpec
 from pipeline.index.embedded import EmbeddedIndex
+from pipeline.warehouse import directory
 from pipeline.warehouse.dock import Dock
 from pipeline.warehouse.wire.protocol import WarehouseUnreachable
 from tests.forked import program
@@ -213,8 +214,9 @@ async def test_a_cut_to_the_index_is_waited_out_or_raised(index_url: str, tmp_pa
 
 @pytest.mark.parametrize("ways", [("there",), ("back",), ()], ids=["requests lost", "answers lost", "both"])
 async def test_a_cut_between_two_nodes_is_raised_within_the_deadline_and_nothing_is_lost(
-    index: Index, tmp_path: Path, ways: tuple[str, ...]
+    index: Index, tmp_path: Path, ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(directory, "HEARTBEAT_SECONDS", 0.2)
     await index.init(RunConfig(STAGES), {})
     docks = [
         Dock(
@@ -236,7 +238,10 @@ async def test_a_cut_between_two_nodes_is_raised_within_the_deadline_and_nothing
         await b.join(1 << 20)
         _, port = await a.serve("127.0.0.1")
         async with Cable(("127.0.0.1", port)) as cable:
+            assert a.warehouses._heartbeat is not None
+            a.warehouses._heartbeat.cancel()
             await index.announce_warehouse(1, "127.0.0.1", cable.port)
+            a.warehouses._heartbeat = asyncio.create_task(a.warehouses._beat(1, "127.0.0.1", cable.port))
             await b.warehouses.enter()
             await a.put({"tokens": [torch.arange(n) for n in (3, 0, 5)]})
             claim = await b.claim("score", 3)

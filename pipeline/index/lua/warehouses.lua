@@ -113,13 +113,14 @@ end
 -- {warehouse} → {groups, rows} that are made again
 define('lose_warehouse', lose)
 
--- {warehouse, silent = ms}: a worker cannot reach it. → {alive} when it sent a heartbeat within that time; otherwise it is
--- removed → {groups, rows}, or {gone} when it was removed before.
+-- {warehouse, silent = ms}: a worker cannot reach it. → {alive = ms since its last heartbeat} when that is less; otherwise it
+-- is removed → {groups, rows}, or {gone} when it was removed before.
 define('suspect_warehouse', function(run, a)
   local packed = call('HGET', run .. 'warehouses', a.warehouse)
   if not packed then return { gone = true } end
   local known = cmsgpack.unpack(packed)
-  if now() - (known.seen or 0) < a.silent then return { alive = true } end
+  local age = now() - (known.seen or 0)
+  if age < a.silent then return { alive = age } end
   return lose(run, a)
 end)
 

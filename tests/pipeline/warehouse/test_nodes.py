@@ -42,7 +42,9 @@ class Cluster:
     def __init__(self, index: Index, home: Path) -> None:
         self.index, self.home, self.docks = index, home, list[Dock]()
 
-    async def node(self, name: str, *, serve: bool = True, slab: int = 0, secret: bytes = SECRET) -> Dock:
+    async def node(
+        self, name: str, *, serve: bool = True, slab: int = 0, secret: bytes = SECRET, timeout: float = 3.0
+    ) -> Dock:
         dock = Dock(
             self.index,
             SCHEMA,
@@ -52,7 +54,7 @@ class Cluster:
             node=name,
             secret=secret,
             slab=slab,
-            wire_timeout=3.0,
+            wire_timeout=timeout,
         )
         await dock.join(ARENA)
         if serve:
@@ -264,8 +266,29 @@ async def test_a_lost_node_has_its_groups_made_again_and_the_ledger_shows_them(
     assert ledger["generated"] == ledger["remade"] + ledger["in_flight"] == 12
 
 
-async def test_a_warehouse_that_is_alive_but_cannot_be_reached_is_not_given_up(cluster: Cluster) -> None:
+async def test_a_reader_of_a_lost_node_waits_while_its_last_heartbeat_is_young(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not fail before it is known whether the node is lost, so its worker needs no restart."""
+    monkeypatch.setattr(directory, "SILENT_SECONDS", 1.5)
+    a, b = await cluster.node("a"), await cluster.node("b", timeout=0.2)
+    await admit(a, 0, 1)
+    claim = await b.claim("rollout", 1, version=0)
+    assert claim is not None
+    await a.serve("127.0.0.1")  # its last heartbeat
+    await a.close()
+    reading = asyncio.create_task(b.fetch(claim, ["prompt"]))
+    assert not (await asyncio.wait([reading], timeout=0.5))[0]
+    with pytest.raises(StaleHandle, match="is gone; its samples are made again"):
+        await reading
+    assert list((await cluster.index.status()).remake) == [0]
+
+
+async def test_a_warehouse_that_is_alive_but_cannot_be_reached_is_not_given_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A network cut between two hosts: the samples are not made again, and the node that cannot reach them reports it."""
+    monkeypatch.setattr(directory, "HEARTBEAT_SECONDS", 0.2)
     a, b = await cluster.node("a"), await cluster.node("b")
     await admit(a, 0, 2)
     assert a.warehouses.server is not None

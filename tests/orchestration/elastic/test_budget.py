@@ -1,0 +1,116 @@
+"""Restart budgets, and what the supervisor does with a rollout worker that has used up its own; workers are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestration.elastic.budget import RestartBudget
+from orchestration.recipe.flow import flow_of
+from orchestration.recipe.sections import LaunchSection
+from orchestration.run.exit_codes import EXIT_NOT_STARTED
+from orchestration.run.supervisor import Supervisor
+from pipeline.index.client import ENGINES, Index
+from tests.orchestration.run.test_ranks import ScriptedLauncher
+from tests.orchestration.runs import TINY, recipe
+
+
+@given(most=st.integers(0, 4), gaps=st.lists(st.floats(0, 30), max_size=40))
+def test_no_window_has_more_restarts_than_the_budget_and_each_one_returns_after_a_window(
+    most: int, gaps: list[float]
+) -> None:
+    budget, now, taken = RestartBudget(most, window=20.0), 0.0, list[float]()
+    for gap in gaps:
+        now += gap
+        counted = [at for at in taken if now - at < 20.0]
+        wait = budget.take(now)
+        assert (wait == 0.0) == (len(counted) < most)
+        if wait == 0.0:
+            taken.append(now)
+        elif most:
+            assert wait == counted[0] + 20.0 - now
+
+
+WINDOW = 0.4
+
+
+@pytest.fixture
+async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLauncher, asyncio.Task[Any]]]:
+    of = recipe(TINY)
+    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.transition([""], "created")
+    launcher = ScriptedLauncher(index)
+    workers = [("flow", 0), ("update", 0), ("rollout", 0), ("rollout", 1)]
+    limits = LaunchSection(max_restarts=1, restart_window=WINDOW, startup_timeout=20.0, stop_timeout=0.2)
+    supervisor = Supervisor(index, launcher, workers, limits, steps=0, begins=0)
+    work = asyncio.create_task(supervisor.run(asyncio.Event()))
+    yield supervisor, launcher, work
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+
+
+async def absent(index: Index, count: int = 1) -> None:
+    """Wait until ``count`` workers were reported as absent."""
+    after = "0"
+    async with asyncio.timeout(20):
+        while count:
+            for event in await index.events(after):
+                after, count = event.id, count - (event.kind == "worker" and event.data["change"] == "absent")
+
+
+async def test_each_worker_has_a_budget_of_its_own(supervised: Any) -> None:
+    supervisor, launcher, work = supervised
+    lives = await launcher.next(4)
+    for worker in ("flow-0", "update-0", "rollout-0", "rollout-1"):
+        lives[worker].code.set_result(1)
+        lives |= await launcher.next(1)
+    assert supervisor.restarts == 4
+    for worker in ("update-0", "rollout-0", "rollout-1"):
+        lives[worker].code.set_result(0)
+    assert (await work).state == "finished"
+
+
+async def test_a_rollout_without_restarts_left_waits_for_one_while_another_works(supervised: Any, index: Index) -> None:
+    _, launcher, work = supervised
+    lives = await launcher.next(4)
+    assert json.loads(await index.get(ENGINES) or "") == ["rollout-0", "rollout-1"]
+    lives["rollout-1"].code.set_result(1)
+    (await launcher.next(1))["rollout-1"].code.set_result(EXIT_NOT_STARTED)
+    await absent(index)
+    assert json.loads(await index.get(ENGINES) or "") == ["rollout-0"], "the trainer does not wait for it"
+    assert not work.done()
+    again = await launcher.next(1)
+    assert list(again) == ["rollout-1"], "restarted when the window had passed"
+    assert json.loads(await index.get(ENGINES) or "") == ["rollout-0", "rollout-1"]
+
+
+async def test_the_run_ends_without_the_rollouts_that_are_absent(supervised: Any, index: Index) -> None:
+    supervisor, launcher, work = supervised
+    supervisor.launch = supervisor.launch.model_copy(update={"restart_window": 600.0})
+    lives = await launcher.next(4)
+    lives["rollout-0"].code.set_result(1)
+    (await launcher.next(1))["rollout-0"].code.set_result(1)
+    await absent(index)
+    lives["update-0"].code.set_result(0)
+    lives["rollout-1"].code.set_result(0)
+    assert (await asyncio.wait_for(work, 20)).state == "finished"
+
+
+async def test_the_last_rollout_without_restarts_left_fails_the_run(supervised: Any, index: Index) -> None:
+    supervisor, launcher, work = supervised
+    supervisor.launch = supervisor.launch.model_copy(update={"restart_window": 600.0})
+    lives = await launcher.next(4)
+    for worker in ("rollout-0", "rollout-1"):
+        lives[worker].code.set_result(1)
+        (await launcher.next(1))[worker].code.set_result(1)
+        if worker == "rollout-0":
+            await absent(index)
+    outcome = await asyncio.wait_for(work, 20)
+    assert outcome.state == "failed"
+    assert outcome.reason == "rollout-1 died and launch.max_restarts = 1 is used up: ended with exit code 1"
