@@ -167,9 +167,20 @@ class RolloutSection(Section):
         "Responses in flight when weights arrive: `keep` continues them with the KV cache they have, `cut` parks "
         "them and continues them with a new one.",
     )
+    straggler: Literal["wait", "park"] = key(
+        "wait",
+        "A response far longer than the others: `wait` leaves it to its worker; `park` parks it each time that it has "
+        "grown by four times the mean length, so that the next free worker continues it. Neither drops it or "
+        "draws it again, so lengths are trained as they are generated.",
+    )
     threads: CountOrZero = key(0, "CPU threads of one worker. 0: the launcher divides the cores.")
     vllm: VllmSection = VllmSection()
     mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = key({}, 'Latency model of `engine = "mock"`.')
+
+    @property
+    def cuts(self) -> bool:
+        """Whether unfinished responses are parked."""
+        return bool(self.budget) or self.on_update == "cut" or self.straggler == "park"
 
 
 class RewardFunction(Section):

@@ -32,6 +32,7 @@ import structlog
 
 from orchestration.elastic.budget import RestartBudget
 from orchestration.guard.liveness import Liveness
+from orchestration.guard.waiting import shown
 from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
@@ -83,7 +84,7 @@ class Supervisor:
         self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
         self.steps, self.begins, self.restarts = steps, begins, 0
         self._lives: dict[Worker, Life] = {}
-        self._liveness = Liveness(index, launch)
+        self._liveness = Liveness(index, launch, self._record_unplaced)
         self._budgets: dict[Worker, RestartBudget] = {}
         self._keepers: dict[Worker, asyncio.Task[None]] = {}  # by the first worker of a rank group
         self._absent: set[Worker] = set()  # wait until their budgets allow a restart
@@ -273,6 +274,19 @@ class Supervisor:
             other[0] == worker[0] and other != worker and other not in self._absent and not task.done()
             for other, task in self._keepers.items()
         )
+
+    async def _record_unplaced(self, name: str, is_unplaced: bool) -> None:
+        """A worker that no machine starts is absent, until one does: the run ends without it."""
+        kind, _, number = shown(name).rpartition("-")
+        worker = kind, int(number)
+        if is_unplaced and worker not in self._absent and self._others_work(worker):
+            self._absent.add(worker)
+            await self._emit(worker, "absent", reason="no host has room for it")
+        elif not is_unplaced and worker in self._absent:
+            self._absent.remove(worker)
+        else:
+            return
+        await self._record_engines()
 
     async def _record_engines(self) -> None:
         """Record for the trainer which engines must have the last version before the run ends."""

@@ -86,14 +86,14 @@ def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
     if rollout.budget >= rollout.max_tokens:
         wrong = f"cuts nothing, as no response is longer than rollout.max_tokens = {rollout.max_tokens}"
         yield problem(recipe, "rollout.budget", wrong, f"use a value < {rollout.max_tokens}, or 0 for no budget")
-    if rollout.engine == "vllm" and rollout.stop and (rollout.budget or rollout.on_update == "cut"):
+    if rollout.engine == "vllm" and rollout.stop and rollout.cuts:
         wrong = "is not found by vLLM where a cut divides it"
-        fix = "set rollout.budget = 0 and rollout.on_update = 'keep', or stop = []"
+        fix = "set rollout.budget = 0, rollout.on_update = 'keep' and rollout.straggler = 'wait', or stop = []"
         yield problem(recipe, "rollout.stop", wrong, fix)
     if plan.slack > 0:
         return
     needed = passing_steps(plan.window, plan.groups_per_step) + 1
-    for name, default in (("budget", 0), ("on_update", "keep")):
+    for name, default in (("budget", 0), ("on_update", "keep"), ("straggler", "wait")):
         if getattr(rollout, name) != default:
             wrong = (
                 f"cuts responses, but with pipeline.staleness = {plan.bound} and pipeline.window = {plan.window} the run is "
