@@ -200,10 +200,11 @@ async def cell(clients: int, rate: float, seconds: float, home: Path) -> dict[st
             jobs = [(stage, n, busy) for stage, count in number.items() for n in range(count)]
             empty = stats(server)["memory"]
             context, pipes, processes = multiprocessing.get_context("spawn"), list[Connection](), []
-            for part in range(PROCESSES):
+            parts = min(PROCESSES, -(-clients // 50))
+            for part in range(parts):
                 own, other = context.Pipe()
                 processes.append(
-                    context.Process(target=process, args=(address.url, jobs[part::PROCESSES], other), daemon=True)
+                    context.Process(target=process, args=(address.url, jobs[part::parts], other), daemon=True)
                 )
                 processes[-1].start()
                 pipes.append(own)
@@ -254,7 +255,7 @@ async def cell(clients: int, rate: float, seconds: float, home: Path) -> dict[st
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what the server alone knows, and announces to nobody."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < deadline, "the clients do not connect"
         await asyncio.sleep(0.05)
