@@ -494,6 +494,11 @@ class LaunchSection(Section):
         60.0,
         "When the run is stopped: time for workers to finish their claims, and for the trainer to write a checkpoint.",
     )
+    leave_timeout: Seconds = key(
+        60.0,
+        "When a rollout worker leaves (`asyncdock runs scale`, or its host is stopped): time to park its responses, and for "
+        "the host to move its samples to other machines.",
+    )
     collective_timeout: Seconds = key(300.0, "Longest wait of a rank for the others in a collective call.")
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgpack
 import structlog
 
+from orchestration.elastic.scale import leaves, request_leave
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
@@ -40,7 +41,6 @@ from pipeline.warehouse.dock import Dock
 log = structlog.get_logger()
 
 HEAD_LOST_SECONDS = 60.0  # without a sign of life of the run's head, its hosts end
-DRAIN_SECONDS = 60.0  # for which a host that is stopped moves its samples to other machines
 
 
 class Host:
@@ -53,6 +53,8 @@ class Host:
         self.name = worker_name("host", os.getpid())
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
+        self._emptied = asyncio.Event()  # the last of its workers has left
+        self._moved, self._moving = False, asyncio.Lock()  # its samples were moved away, and it has no warehouse
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until the run has ended or ``stop`` is set. Raises LookupError when the index has no such run, and ValueError
@@ -91,15 +93,51 @@ class Host:
             log.info("host works", host=self.name, address=address, workers=self._workers)
             try:
                 await first_of(
-                    beat(self._index, self.name), self._take_orders(launcher), self._until_ended(), stop.wait()
+                    beat(self._index, self.name),
+                    self._take_orders(launcher, dock, recipe.pipeline.arena),
+                    self._until_ended(),
+                    self._move_when_emptied(dock),
+                    self._leave(stop, dock, recipe.launch.leave_timeout),
                 )
             finally:
                 for life in self._lives.values():
                     life.cancel()
                 await asyncio.gather(*self._lives.values(), return_exceptions=True)
-            if stop.is_set() and (await self._index.state())[0] not in ENDED:
-                async with asyncio.timeout(DRAIN_SECONDS):
-                    await dock.drain()
+
+    async def _leave(self, stop: asyncio.Event, dock: Dock, timeout: float) -> None:
+        """Once ``stop`` is set, take no more orders, let the workers leave, and move the samples to other machines."""
+        await stop.wait()
+        self._workers = 0
+        try:
+            async with asyncio.timeout(timeout):
+                lives = dict(self._lives)
+                for name in lives:
+                    await request_leave(self._index, name)
+                await asyncio.gather(*lives.values(), return_exceptions=True)
+                await self._move_away(dock)
+        except TimeoutError:
+            log.warning("not all was moved away within launch.leave_timeout", seconds=timeout)
+
+    async def _move_away(self, dock: Dock) -> None:
+        async with self._moving:
+            if not self._moved and not self._lives and (await self._index.state())[0] not in ENDED:
+                moved, self._moved = await dock.drain(), True
+                log.info("samples moved to other machines", bytes=moved)
+
+    async def _move_when_emptied(self, dock: Dock) -> None:
+        """Move the samples away each time that the last worker has left: this machine may be taken from the run then."""
+        while True:
+            await self._emptied.wait()
+            self._emptied.clear()
+            await self._move_away(dock)
+
+    async def _join(self, dock: Dock, arena: int) -> None:
+        """Bring the warehouse back into the run, where it was taken out."""
+        async with self._moving:
+            if self._moved:
+                await dock.join(arena)
+                await dock.serve(self._serve)
+                self._moved = False
 
     async def _until_ended(self) -> None:
         """Return when the run has ended, or its head gives no sign of life any more."""
@@ -111,18 +149,19 @@ class Host:
             await self._index.wait("state", after, LOST_SECONDS)
         log.warning("the head of the run gives no sign of life; ending", run=self._index.run)
 
-    async def _take_orders(self, launcher: ProcessLauncher) -> None:
+    async def _take_orders(self, launcher: ProcessLauncher, dock: Dock, arena: int) -> None:
         """Take each order that no other host has taken, while there is room."""
         number = 0
         while True:
             while len(self._lives) >= self._workers:
                 self._room.clear()
                 await self._room.wait()
-            if (packed := await self._index.read_log(ORDERS, number, LOST_SECONDS)) is None:
+            if (packed := await self._index.read_log(ORDERS, number, LOST_SECONDS)) is None or not self._workers:
                 continue
             order, number = msgpack.unpackb(packed), number + 1
             name = order["name"]
             if await self._index.put_once(f"host:{name}", self.name) == self.name:
+                await self._join(dock, arena)
                 work = self._keep(launcher, order["kind"], order["number"], name)
                 self._lives[name] = asyncio.create_task(work, name=name)
 
@@ -143,6 +182,8 @@ class Host:
             await self._index.wake(HOSTS)
             del self._lives[name]
             self._room.set()
+            if not self._lives and await leaves(self._index, name):
+                self._emptied.set()
 
     async def _until_end(self, name: str) -> None:
         after = ""

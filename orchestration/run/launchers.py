@@ -141,11 +141,11 @@ class RemoteLauncher:
     """Starts the workers ``remote`` on hosts, and the others by ``local``, which its owner closes."""
 
     def __init__(self, index: Index, local: Launcher, remote: Collection[Worker]) -> None:
-        self._index, self._local, self._remote, self._orders = index, local, remote, 0
+        self._index, self._local, self.remote, self._orders = index, local, set(remote), 0
         self._beating = asyncio.create_task(beat(index, HEAD)) if remote else None
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
-        if (kind, number) not in self._remote:
+        if (kind, number) not in self.remote:
             return await self._local.launch(run, url, kind, number, name)
         order, self._orders = self._orders, self._orders + 1
         await self._index.append_log(ORDERS, order, msgpack.packb({"kind": kind, "number": number, "name": name}))

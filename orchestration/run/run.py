@@ -31,13 +31,14 @@ import stamina
 import structlog
 
 from orchestration.elastic.budget import RestartBudget
+from orchestration.elastic.scale import scaled
 from orchestration.guard.guard import Guard
 from orchestration.guard.watch import GuardWatch, options_of
 from orchestration.private_files import write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
-from orchestration.recipe.devices import assign, on_this_node
+from orchestration.recipe.devices import Devices, assign, on_this_node
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.load import change_recipe
 from orchestration.recipe.planner import notices_of
@@ -100,6 +101,7 @@ class Run:
         self.shared = shared_memory_directory() / f"{owned_prefix(os.getpid())}{self.id}"
         if hosted:  # a runner that takes the run over must find its memory
             self.shared = shared_of(self.out_dir)
+        self._devices: dict[tuple[str, int], Devices] = {}
         self._hosted, self._lock = bool(hosted), lock
         self.evaluated: int | None = (
             None  # the newest version that was, of a resumed run; None: the one before its start
@@ -258,6 +260,13 @@ class Run:
         for notice in notices_of(self.recipe):
             log.warning("notice", recipe=str(notice))
         remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe))
+
+        def rescale(rollouts: int) -> list[tuple[str, int]]:
+            recipe = scaled(self.recipe, rollouts)
+            remote.remote |= remote_workers(recipe)
+            self._devices.update(assign(recipe, on_this_node()))
+            return workers_of(recipe)
+
         self.supervisor = Supervisor(
             self._index,
             remote,
@@ -266,6 +275,7 @@ class Run:
             steps=self.recipe.train.steps,
             begins=self.begins,
             guard=GuardWatch(self._index, Guard(options_of(self.recipe)), self.recipe.guard.on_alarm),
+            rescale=rescale,
         )
         try:
             outcome = await self.supervisor.run(stop)
@@ -355,8 +365,9 @@ class Run:
         if launch.launcher == "inline":
             return InlineLauncher()
         # vLLM brings processes and threads of its own, and has not been tried in a fork.
+        self._devices = assign(self.recipe, on_this_node())
         method = SPAWN if self.recipe.rollout.engine == "vllm" else launch.start_method
-        return ProcessLauncher(self.out_dir / "logs", method, self.forks, assign(self.recipe, on_this_node()))
+        return ProcessLauncher(self.out_dir / "logs", method, self.forks, self._devices)
 
 
 def _refuse_used(out_dir: Path, lock: BinaryIO | None = None) -> None:

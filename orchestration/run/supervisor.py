@@ -12,6 +12,9 @@ When one dies the supervisor ends the others and launches all of them again, whi
 A worker of an elastic kind (``orchestration.run.kinds``) whose budget is used up does not end the run while another one of
 its kind works: it is absent until the budget allows a restart. At its end the trainer waits for the engines that are not.
 
+The number of workers of such a kind changes on request (``orchestration.elastic.scale``): new ones are launched, and the
+last ones leave within ``leave_timeout`` seconds. One that leaves because its host does is launched again, on another host.
+
 The work is done when all workers of the kinds that end by themselves (``orchestration.run.kinds``) have ended; the others
 are stopped then. Where another program trains, it is done when that has published the last of ``steps``.
 
@@ -24,13 +27,14 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from orchestration.elastic.budget import RestartBudget
+from orchestration.elastic.scale import SCALE, leaves, request_leave
 from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
@@ -45,6 +49,7 @@ log = structlog.get_logger()
 
 Worker = tuple[str, int]  # kind and number
 STOPPED = "stopped by request"
+SCALE_SECONDS = 10.0  # a wait for another number of workers is renewed this often
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class _Failed(Exception):
 
 
 class Supervisor:
-    """Runs ``workers``, (kind, number) each, until the work is done, ``stop`` is set, or it cannot go on."""
+    """Runs ``workers``, (kind, number) each, until the work is done, ``stop`` is set, or it cannot go on. ``rescale``
+    returns the workers of the run for a number of rollout workers, and prepares the launcher for them."""
 
     def __init__(
         self,
@@ -72,14 +78,17 @@ class Supervisor:
         steps: int,
         begins: int,
         guard: GuardWatch | None = None,
+        rescale: Callable[[int], Sequence[Worker]] | None = None,
     ) -> None:
-        self.guard = guard
+        self.guard, self._rescale = guard, rescale
         self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
         self.steps, self.begins, self.restarts = steps, begins, 0
         self._lives: dict[Worker, Life] = {}
         self._budgets: dict[Worker, RestartBudget] = {}
         self._keepers: dict[Worker, asyncio.Task[None]] = {}  # by the first worker of a rank group
         self._absent: set[Worker] = set()  # wait until their budgets allow a restart
+        self._leaving: dict[Worker, asyncio.Task[None]] = {}
+        self._asked, self._asked_at = 0, ""  # rollout workers, and the position of the topic of SCALE
         self._not_started: dict[Worker, str] = {}  # the last reason
         self._stopping = False
         self._unready = {_shown(worker) for worker in self.workers}  # of the workers that were launched first
@@ -107,7 +116,7 @@ class Supervisor:
         return outcome
 
     async def _supervise(self, stop: asyncio.Event) -> Outcome:
-        await self._forget_former_workers()
+        await self._forget_former_workers(self.workers)
         if (await self.index.state())[0] == "stopping":  # requested before anything was launched
             return Outcome("stopped", STOPPED)
         _, self._began = await self.index.event_ends()
@@ -122,12 +131,17 @@ class Supervisor:
         trained = None
         if not any(kind_of(kind).rank_group for kind, _ in keepers):  # another program trains
             watchers.append(trained := asyncio.create_task(self._last_published()))
-        pending = {*keepers.values(), *watchers}
+        scaling = asyncio.create_task(self._scale())
+        watchers.append(scaling)
         try:
             while True:
-                ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                pending = {task for task in (*keepers.values(), *watchers) if not task.done()}
+                ended, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
-                    task.result()
+                    if not task.cancelled():  # an absent worker left
+                        task.result()
+                if scaling.done():  # `keepers` may have changed
+                    watchers[-1] = scaling = asyncio.create_task(self._scale())
                 if self._work_is_done() and (trained is None or trained.done()):
                     outcome = Outcome("finished")
                     break
@@ -141,9 +155,10 @@ class Supervisor:
                     guarding.result()
             return outcome
         finally:
-            for task in {*keepers.values(), *watchers}:
+            tasks = [*keepers.values(), *self._leaving.values(), *watchers]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*keepers.values(), *watchers, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _work_is_done(self) -> bool:
         work = {worker: task for worker, task in self._keepers.items() if kind_of(worker[0]).ends_by_itself}
@@ -179,7 +194,8 @@ class Supervisor:
             names = {worker: worker_name(*worker) for worker in group}
             await self._launch(names)
             codes = await self._wait({worker: self._lives[worker] for worker in group})
-            if not any(codes.values()):
+            left = await leaves(self.index, names[group[0]])
+            if not any(codes.values()) and not left:
                 return
             reasons = {worker: await self.index.get(f"reason:{names[worker]}") for worker in group}
             for name in names.values():
@@ -190,6 +206,11 @@ class Supervisor:
                         log.warning("worker failed while it stopped", worker=names[worker], reason=reason)
                         await self._emit(worker, "died", reason=reason)
                 return
+            if left:
+                await self._emit(group[0], "left", reason=ending(code) if (code := codes[group[0]]) else "")
+                if not await self._stays(group[0]):
+                    return
+                continue
             reason = await self._report_deaths(codes, reasons, names)
             await self._take_restart(group[0], next(iter(codes)), codes, reason)
             await self._emit(group[0], "restarted", reason=reason)
@@ -248,6 +269,46 @@ class Supervisor:
             self._absent.remove(group)
             await self._record_engines()
 
+    async def _scale(self) -> None:
+        """Wait until the number of rollout workers is asked for, or a while; launch those that are new, and have those leave
+        that are too many."""
+        if self._rescale is None:
+            await asyncio.Event().wait()
+            return
+        self._asked_at = await self.index.woken(SCALE, self._asked_at, SCALE_SECONDS)
+        asked = int(await self.index.get(SCALE) or self._asked)
+        if asked != self._asked and not self._stopping:
+            self._asked, self.workers = asked, list(await asyncio.to_thread(self._rescale, asked))
+        new = [each for each in self.workers if kind_of(each[0]).elastic and each not in self._keepers]
+        await self._forget_former_workers(new)
+        self._keepers |= {worker: asyncio.create_task(self._keep([worker])) for worker in new}
+        for worker in self._keepers.keys() - set(self.workers) - self._leaving.keys():
+            if worker in self._absent or (worker in self._lives and not self._keepers[worker].done()):
+                self._leaving[worker] = asyncio.create_task(self._leave(worker))
+        await self._record_engines()
+
+    async def _leave(self, worker: Worker) -> None:
+        """Have ``worker`` leave, and end it where it does not within ``leave_timeout``."""
+        if worker in self._absent:
+            self._keepers[worker].cancel()
+            await self._emit(worker, "left")
+            await self._stays(worker)
+            return
+        life = self._lives[worker]
+        await self._emit(worker, "leaves")
+        await request_leave(self.index, await self.index.get(_life(worker)) or "")
+        await first_of(life.wait(), timeout=self.launch.leave_timeout)
+        life.end()
+
+    async def _stays(self, worker: Worker) -> bool:
+        """Whether ``worker``, which has left, is to be launched again; otherwise it is forgotten."""
+        self._leaving.pop(worker, None)
+        if worker not in self.workers:
+            self._absent.discard(worker)
+            del self._keepers[worker], self._lives[worker]
+        await self._record_engines()
+        return worker in self.workers
+
     def _others_work(self, worker: Worker) -> bool:
         """Whether the run goes on without ``worker``, as others of its elastic kind work."""
         return kind_of(worker[0]).elastic and any(
@@ -257,9 +318,8 @@ class Supervisor:
 
     async def _record_engines(self) -> None:
         """Record for the trainer which engines must have the last version before the run ends."""
-        engines = [
-            _shown(worker) for worker in self._keepers if kind_of(worker[0]).elastic and worker not in self._absent
-        ]
+        away = {*self._absent, *self._leaving}
+        engines = [_shown(worker) for worker in self._keepers if kind_of(worker[0]).elastic and worker not in away]
         await self.index.put(ENGINES, json.dumps(engines))
         await self.index.wake(TAKEN)
 
@@ -317,9 +377,9 @@ class Supervisor:
             WorkerEvent(stage=worker[0], worker=_shown(worker), change=change, pid=pid, reason=reason)
         )
 
-    async def _forget_former_workers(self) -> None:
-        """Free the rows and the open bytes that the workers of a killed supervisor held."""
-        for worker in self.workers:
+    async def _forget_former_workers(self, workers: Iterable[Worker]) -> None:
+        """Free the rows and the open bytes that ``workers`` of a killed supervisor held."""
+        for worker in workers:
             if name := await self.index.get(_life(worker)):
                 await self.index.forget_worker(name)
 

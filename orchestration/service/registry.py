@@ -42,6 +42,7 @@ _MOVES: dict[str, tuple[tuple[str, ...], str]] = {
     "resume": (("paused",), "running"),
     "stop": (("created", *LIVE), "stopping"),
     "checkpoint": (("running", "paused"), ""),
+    "scale": (LIVE, ""),
     "delete": (ENDED, ""),
 }
 

@@ -151,6 +151,14 @@ class ReceivingEngine(Protocol):
 
 
 @runtime_checkable
+class CuttingEngine(Protocol):
+    """A rollout engine that can end what is in flight, to be continued by another one."""
+
+    async def cut(self) -> None:
+        """At the next token boundary, every response with a token of its present request ends as "cut"; the others wait."""
+
+
+@runtime_checkable
 class TokenizingEngine(Protocol):
     """A rollout engine that has loaded a tokenizer itself. Its vocabulary, ``tokenizer.get_vocab()``, is compared with the
     run's before anything is generated."""

@@ -12,7 +12,7 @@ from orchestration.recipe.planner import prompt_limits
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, weight_reader
 from pipeline.events import AlarmEvent
-from stages.engines.protocols import RolloutEngine, TokenizingEngine
+from stages.engines.protocols import CuttingEngine, RolloutEngine, TokenizingEngine
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import load_prompts
 from stages.rollout.evaluate import Evaluator, distinct_prompts
@@ -48,6 +48,7 @@ class RolloutJob(Job):
         if isinstance(engine, TokenizingEngine) and TOKENIZER not in recipe.guard.off:
             await refuse_other_tokenizer(self, engine)
         stage, evaluator = make_rollout(self, engine, prompts.result())
+        self._stage = stage
         overlap = recipe.staleness_plan.slack > 0
         self._follower = WeightFollower(
             self.index,
@@ -67,6 +68,15 @@ class RolloutJob(Job):
             cut=recipe.rollout.on_update == "cut",
         )
         await self._follower.begin()
+
+    async def leave(self) -> None:
+        """Cut and park what is in flight, and hand back what has no token. An engine that cannot cut ends it first."""
+        self._stage.leaving = True
+        await self.stop()
+        await asyncio.gather(*self._until_stop, return_exceptions=True)  # a swap under way ends
+        if isinstance(self._stage.engine, CuttingEngine):
+            await self._stage.engine.cut()
+            await self._stage.engine.close()
 
     def until_stop(self) -> Sequence[Work]:
         return (self._follower.run(),)
