@@ -5,6 +5,7 @@
     recipes        the stored recipes, and the keys of a recipe
     serve, agent   a service, and the process that executes its runs (api.cli.service)
     runs, login    the runs of a service, over REST (api.cli.service.runs)
+    why            what a run waits for at this moment (api.cli.service.why)
     dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
     pairs          preference pairs of a run's samples (api.cli.pairs)
 
@@ -40,6 +41,7 @@ from api.cli.service.host import host_command
 from api.cli.service.runs import login, logout, runs_app
 from api.cli.service.serve import serve_command
 from api.cli.service.token import token_app
+from api.cli.service.why import why_command
 from api.cli.track import track_command
 from api.terminal.screen import safe_console
 from orchestration.logs import TRACE_VARIABLE
@@ -227,6 +229,7 @@ app.add_typer(runs_app, name="runs")
 app.add_typer(token_app, name="token")
 app.command("serve")(serve_command)
 app.add_typer(plan_app, name="plan")
+app.command("why")(why_command)
 app.command()(login)
 app.command()(logout)
 

@@ -43,6 +43,7 @@ from api.schemas.runs import (
     SampleView,
     StagesView,
     StoredRecipe,
+    WaitingView,
 )
 from pipeline.events import ENDED, Event
 
@@ -137,6 +138,10 @@ class Client(Transport):
     async def stages(self, run: str) -> StagesView:
         """Queues, workers, leases and the ledger, as they are now."""
         return await self._get(StagesView, self._run(run, "stages"))
+
+    async def waiting(self, run: str) -> WaitingView:
+        """What the run waits for now: who waits for whom, for how long, and which bound ends it."""
+        return await self._get(WaitingView, self._run(run, "waiting"))
 
     async def samples(
         self,
@@ -378,6 +383,7 @@ class SyncClient:
     checkpoint = _blocking(Client.checkpoint)
     delete = _blocking(Client.delete)
     stages = _blocking(Client.stages)
+    waiting = _blocking(Client.waiting)
     samples = _iterating(Client.samples)
     checkpoints = _blocking(Client.checkpoints)
     logs = _blocking(Client.logs)

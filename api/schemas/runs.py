@@ -197,6 +197,24 @@ class StagesView(BaseModel):
     flow: dict[str, Any] = Field(description="As the plan's: stages, and the columns between them.")
 
 
+class WaitView(BaseModel):
+    """One link of a chain of waiting: `who` waits for `on`; the next link is about that."""
+
+    who: str
+    on: str
+    seconds: float | None = Field(description="Since when; null where that is not known.")
+    why: str = Field(description="What is known of the cause.")
+    bound: str = Field(description="The recipe's key that ends it, and when.")
+    process: str = Field(description="Of a worker: its name in the index; else empty.")
+    text: str = Field(description="All of it as a sentence.")
+
+
+class WaitingView(BaseModel):
+    """What a run waits for at this moment. Empty before it has begun, and once it has ended."""
+
+    chain: list[WaitView]
+
+
 class CheckpointView(BaseModel):
     version: int
     path: str = Field(description="On the machine that runs it; `model` in it opens with transformers.")

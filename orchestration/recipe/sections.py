@@ -500,6 +500,19 @@ class LaunchSection(Section):
         "the host to move its samples to other machines.",
     )
     collective_timeout: Seconds = key(300.0, "Longest wait of a rank for the others in a collective call.")
+    hang_timeout: Seconds = key(
+        120.0, "Longest time without a sign of life of a worker; then it is ended, and restarted as a dead one."
+    )
+    stall_timeout: Seconds = key(
+        3600.0,
+        "Longest time in which no stage of a running run processes a sample; then the worker that all others wait for "
+        "(`asyncdock why`) is ended, and restarted. Above the longest response, step and evaluation.",
+    )
+
+    @property
+    def beat_seconds(self) -> float:
+        """Seconds between two signs of life of a worker."""
+        return min(2.0, self.hang_timeout / 8)
 
 
 ExternalStage = Literal["rollout", "reward", "reference", "update"]

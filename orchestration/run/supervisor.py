@@ -35,6 +35,7 @@ import structlog
 
 from orchestration.elastic.budget import RestartBudget
 from orchestration.elastic.scale import SCALE, leaves, request_leave
+from orchestration.guard.liveness import Liveness
 from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
@@ -84,6 +85,7 @@ class Supervisor:
         self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
         self.steps, self.begins, self.restarts = steps, begins, 0
         self._lives: dict[Worker, Life] = {}
+        self._liveness = Liveness(index, launch)
         self._budgets: dict[Worker, RestartBudget] = {}
         self._keepers: dict[Worker, asyncio.Task[None]] = {}  # by the first worker of a rank group
         self._absent: set[Worker] = set()  # wait until their budgets allow a restart
@@ -125,7 +127,11 @@ class Supervisor:
         self._keepers = keepers = {group[0]: asyncio.create_task(self._keep(group)) for group in self._rank_groups()}
         await self._record_engines()
         stopping = asyncio.create_task(first_of(stop.wait(), self._stop_requested()))
-        watchers: list[asyncio.Task[Any]] = [stopping, asyncio.create_task(self._start())]
+        watchers: list[asyncio.Task[Any]] = [
+            stopping,
+            asyncio.create_task(self._start()),
+            asyncio.create_task(self._liveness.run()),
+        ]
         guarding = asyncio.create_task(self.guard.run()) if self.guard is not None else None
         watchers += [guarding] if guarding is not None else []
         trained = None
@@ -194,6 +200,8 @@ class Supervisor:
             names = {worker: worker_name(*worker) for worker in group}
             await self._launch(names)
             codes = await self._wait({worker: self._lives[worker] for worker in group})
+            for name in names.values():
+                self._liveness.leave(name)
             left = await leaves(self.index, names[group[0]])
             if not any(codes.values()) and not left:
                 return
@@ -227,6 +235,7 @@ class Supervisor:
             except OSError as error:
                 raise _Failed(f"{_shown(worker)} cannot be started: {error}") from error
             self._lives[worker] = life
+            self._liveness.follow(name, life)
             await self._emit(worker, "started", pid=life.pid)
 
     async def _report_deaths(

@@ -108,12 +108,13 @@ class Worker:
         self.index = Index(url, run)
         self.kind, self.number, self.name = kind, number, name
         self._job: Job | None = None
+        self._ready = False
 
     async def run(self) -> None:
         """Work until the run's work is done or the run stops. Raises what went wrong, after putting it into the index."""
         version = Current(lambda: None if self._job is None else self._job.version())
         structlog.contextvars.bind_contextvars(run=self.index.run, stage=self.kind, worker=self.name, version=version)
-        dock = None
+        dock, beating = None, None
         try:
             recipe_json, paths_json = await self.index.get("recipe"), await self.index.get("place")
             if recipe_json is None or paths_json is None:
@@ -121,6 +122,7 @@ class Worker:
                     f"run {self.index.run!r} is not in this index; give the id and the URL of one that is"
                 )
             recipe = Recipe.from_json(recipe_json)
+            beating = asyncio.create_task(self._beat(recipe.launch.beat_seconds))
             paths, warehouse = RunPaths.from_json(paths_json).at_host()
             secret = (await self.index.get("secret") or "").encode()
             dock = Dock(
@@ -138,6 +140,7 @@ class Worker:
             job_type = JOBS[kind_of(self.kind).name]
             self._job = job = job_type(recipe, paths, self.index, dock, secret, self.kind, self.number)
             await self._build(job, paths)
+            self._ready = True
             await self._emit("ready")
             log.info("ready")
             try:
@@ -158,7 +161,20 @@ class Worker:
                 await self._job.close()
             if dock is not None:
                 await dock.close()
+            if beating is not None:
+                beating.cancel()
+                await asyncio.gather(beating, return_exceptions=True)
             await self.index.close()
+
+    async def _beat(self, seconds: float) -> None:
+        """Give a sign of life every ``seconds``, until cancelled."""
+        while True:
+            job = self._job
+            stages = [controller.stage.name for controller in job.controllers] if job is not None else []
+            version = job.version() if job is not None else None
+            with contextlib.suppress(IndexUnreachable):
+                await self.index.beat(self.name, stages, version, ready=self._ready)
+            await asyncio.sleep(seconds)
 
     async def _build(self, job: Job, paths: RunPaths) -> None:
         """Raises CannotStart for an error that would come again. That is known only while the run starts: later, other

@@ -160,6 +160,36 @@ class StageQueue:
 
 
 @dataclass(frozen=True)
+class SignOfLife:
+    """The last sign of life of a worker: ``at``, in ms of the index's clock; the names of its ``stages``; the policy
+    ``version`` that it has loaded; whether it is ``ready``, or still being built."""
+
+    at: int
+    stages: tuple[str, ...]
+    version: int | None
+    ready: bool
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What training waits for at ``now`` (ms of the index's clock).
+
+    ``group``: the oldest open group that ``trainer``, the stage that takes batches, cannot claim (None: it could claim all).
+    ``stage``: the first one that has ``rows`` of the group to process ("": the group waits for admission), of which
+    ``parked`` are begun and free. ``holders``: (worker, ms when it claimed them) of the others. ``settled``: rows that any
+    stage has processed or parked since the run began."""
+
+    now: int
+    settled: int
+    trainer: str
+    group: int | None
+    stage: str
+    rows: int
+    parked: int
+    holders: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class ResumePoint:
     """What a run that resumes at the trainer's version starts from: its ``counters``, the groups to ``remake``, and as JSON
     the pass ``rates`` of its prompts ("": it samples uniformly)."""
@@ -239,6 +269,33 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         rates = reply["rates"]
         kept = {**rates, "chosen": list(rates["chosen"]), "rates": list(rates["rates"])} if rates else None
         return ResumePoint(reply["counters"], list(reply["remake"] or ()), json.dumps(kept) if kept else "")
+
+    async def beat(self, worker: str, stages: Sequence[str], version: int | None, *, ready: bool) -> None:
+        """Give a sign of life of ``worker``."""
+        await self.call("beat", worker=worker, stages=list(stages), version=version, ready=ready)
+
+    async def alive(self) -> dict[str, SignOfLife]:
+        """The last sign of life of each worker that has given one and was not forgotten since."""
+        signs = {}
+        for name, (at, stages, version, ready) in (await self.call("alive") or {}).items():
+            signs[name] = SignOfLife(at, tuple(stages or ()), None if version is False else version, ready)
+        return signs
+
+    async def waiting(self) -> Missing:
+        """What training waits for now."""
+        found = await self.call("waiting")
+        holders = tuple((worker, int(since)) for worker, since in found["holders"] or ())
+        group, names = found["group"], (found["trainer"] or "", found["stage"] or "")
+        return Missing(
+            found["now"],
+            found["settled"],
+            names[0],
+            None if group is False else group,
+            names[1],
+            found["rows"],
+            found["parked"],
+            holders,
+        )
 
     async def forget_worker(self, worker: str) -> None:
         """``worker`` is dead: end its leases now, and free the blocks that it holds open."""

@@ -31,6 +31,8 @@ from api.schemas.runs import (
     StagesView,
     StageWorker,
     SubmitHeaders,
+    WaitingView,
+    WaitView,
     Warehouse,
 )
 from api.server.operations import Reply, operation
@@ -38,6 +40,7 @@ from api.server.problems import HTTPProblem, without_password
 from api.server.routes.recipes import checked
 from api.server.run_status import RunStatus
 from api.server.service import PRINCIPAL, Service
+from orchestration.guard.waiting import waiting_chain
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.service.registry import RunRecord
@@ -181,6 +184,16 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
         gate=Gate(admitted=stats["admitted"], allowed=stats["gate"], open=stats["open"]),
         epochs=status.epochs,
     )
+
+
+@operation("GET", f"{RUN}/waiting", scope="read", summary="What it waits for now", tag="runs", errors=(404,))
+async def get_waiting(service: Service, path: RunPath) -> WaitingView:
+    """The chain of waiting: what training waits for, down to a worker and its last sign of life."""
+    try:
+        chain = await waiting_chain(service.index((await service.registry.get(path.run)).id))
+    except (IndexRefused, LookupError):  # the run has not started
+        chain = []
+    return WaitingView(chain=[WaitView(**dataclasses.asdict(wait), text=str(wait)) for wait in chain])
 
 
 @operation("GET", f"{RUN}/checkpoints", scope="read", summary="Its checkpoints", tag="runs", errors=(404,))

@@ -22,6 +22,7 @@ end
 -- `n` rows leave the lease; it ends with the last one.
 local function settle(run, token, lease, n)
   lease[4] = lease[4] - n
+  count(run, 'settled', n)
   if lease[4] <= 0 then drop_lease(run, token, lease) else call('HSET', run .. 'leases', token, cmsgpack.pack(lease)) end
 end
 
@@ -150,6 +151,7 @@ define('forget_worker', function(run, a)
   end
   for _, block in ipairs(call('SMEMBERS', run .. 'open:' .. a.worker)) do unreference(run, block, 1, freed) end
   call('DEL', run .. 'open:' .. a.worker)
+  call('HDEL', run .. 'alive', a.worker)
   wake_all(run, freed)
   return true
 end)

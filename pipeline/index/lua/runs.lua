@@ -193,6 +193,62 @@ define('stats', function(run, a)
   return out
 end)
 
+-- {worker, stages, version or false, ready}: the worker is alive now, with these stages and this policy version.
+define('beat', function(run, a)
+  call('HSET', run .. 'alive', a.worker, cmsgpack.pack({ now(), a.stages, a.version or false, a.ready }))
+  return true
+end, true)
+
+-- → {worker → {ms of the server's clock when it was last alive, stages, version or false, ready}}
+define('alive', function(run)
+  local out, found = {}, call('HGETALL', run .. 'alive')
+  for i = 1, #found, 2 do out[found[i]] = cmsgpack.unpack(found[i + 1]) end
+  return out
+end, true)
+
+-- → {now in ms, settled, trainer, group, stage, rows, holders = {{worker, ms when it claimed}…}, parked}: what training waits
+-- for. `trainer` is the stage that takes batches (false: none), `group` the oldest open one that cannot be claimed from it
+-- (false: none), `stage` the first one that has not processed `rows` of its rows, though it could (false: the group waits for
+-- admission). `settled`: how many rows have left a lease processed, of all stages.
+define('waiting', function(run)
+  local cfg, out = config(run), { now = now(), settled = value(run, 'settled'), trainer = false, group = false, stage = false,
+    rows = 0, parked = 0, holders = {} }
+  for _, stage in ipairs(cfg.stages) do
+    if stage.takes == 'batch' then
+      out.trainer = stage.name
+      for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+        local missing = select(2, split(run .. 'ready:' .. stage.name .. ':0', ends(member)))
+        if missing[1] then
+          out.group = missing[1]
+          break
+        end
+      end
+    end
+  end
+  local first, n = 0, 0
+  if out.group then first, n = rows_of(run, out.group) end
+  for _, stage in ipairs(cfg.stages) do
+    for row = first, first + n - 1 do
+      local columns, done = unpack_at('<I4I2', read(run, 's', 8, row, row))
+      if band(columns, stage.needs) == stage.needs and band(done, stage.bit) == 0 then
+        out.stage, out.rows = stage.name, out.rows + 1
+      end
+    end
+    if out.stage then break end
+  end
+  local leases = out.stage and call('HGETALL', run .. 'leases') or {}
+  for i = 2, #leases, 2 do
+    local lease, holds = cmsgpack.unpack(leases[i]), false
+    for j = 1, #lease[3], 2 do holds = holds or lease[3][j] < first + n and lease[3][j + 1] >= first end
+    if lease[1] == out.stage and holds then out.holders[#out.holders + 1] = { lease[2], lease[6] } end
+  end
+  if out.stage then
+    local parked = split(run .. 'parked:' .. out.stage, first, first + n - 1)
+    for i = 1, #parked, 2 do out.parked = out.parked + parked[i + 1] - parked[i] + 1 end
+  end
+  return out
+end, true)
+
 -- {group} → its rows as a claim returns them, with `states`; false when it is not in the run.
 define('inspect', function(run, a)
   local first, n = rows_of(run, a.group)

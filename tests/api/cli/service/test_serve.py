@@ -157,6 +157,8 @@ async def test_a_run_is_driven_from_its_submission_to_its_deletion(server: Serve
 
         assert (await call("POST", f"/v1/runs/{run}/pause", 202))["state"] == "paused"
         assert (await call("POST", f"/v1/runs/{run}/pause", 202))["state"] == "paused"
+        paused = (await call("GET", f"/v1/runs/{run}/waiting"))["chain"]
+        assert [(wait["who"], wait["on"]) for wait in paused] == [("the run", "`resume`")]
         assert (await call("POST", f"/v1/runs/{run}/resume", 202))["state"] == "running"
         before = {step["version"] for step in (await call("GET", f"/v1/runs/{run}/checkpoints"))["checkpoints"]}
         await call("POST", f"/v1/runs/{run}/checkpoint", 202)

@@ -59,6 +59,7 @@ async def test_a_submitted_run_waits_and_is_all_there(client: Client) -> None:
     assert await (await client.get(response.headers["Location"])).json() == run
     stages = await (await client.get(f"/v1/runs/{run['id']}/stages")).json()
     assert (stages["stages"], stages["gate"]["admitted"]) == ([], 0)
+    assert await (await client.get(f"/v1/runs/{run['id']}/waiting")).json() == {"chain": []}
     assert await (await client.get(f"/v1/runs/{run['id']}/checkpoints")).json() == {"checkpoints": []}
     assert await (await client.get(f"/v1/runs/{run['id']}/logs")).text() == ""
 

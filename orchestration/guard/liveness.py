@@ -1,0 +1,79 @@
+"""Ends workers that hang, so that the supervisor restarts them as it does dead ones.
+
+    worker ── a sign of life every few seconds ─▶ index ─▶ none for `launch.hang_timeout`: end that worker
+    stages ── rows that were processed ─────────▶ index ─▶ none for `launch.stall_timeout`: end the worker with which the
+                                                           chain of waiting ends
+Seconds are added up here, between two looks at the index, and a long one counts little: while the index or the supervisor
+is paused, or a clock is set, no worker becomes silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from orchestration.guard.waiting import waiting_chain
+from orchestration.recipe.sections import LaunchSection
+from orchestration.run.launchers import Life
+from pipeline.index.client import Index
+
+log = structlog.get_logger()
+
+
+class Liveness:
+    """Ends those of the workers that it follows which hang, after putting the reason into the index."""
+
+    def __init__(self, index: Index, launch: LaunchSection) -> None:
+        self._index, self._launch = index, launch
+        self._lives: dict[str, Life] = {}
+        self._silent: dict[str, tuple[int, float]] = {}  # by worker: its last sign of life, seconds since
+        self._progress, self._still = (0, 0, 0), 0.0  # rows and versions, seconds since they changed
+
+    def follow(self, name: str, life: Life) -> None:
+        """Watch the worker ``name``, until :meth:`leave`."""
+        self._lives[name], self._silent[name] = life, (0, 0.0)
+
+    def leave(self, name: str) -> None:
+        """Its process has ended."""
+        self._lives.pop(name, None)
+        self._silent.pop(name, None)
+
+    async def run(self) -> None:
+        """Watch, without end."""
+        before, pause = time.monotonic(), min(self._launch.beat_seconds, self._launch.stall_timeout / 8)
+        while True:
+            await asyncio.sleep(pause)
+            alive, now = await self._index.alive(), time.monotonic()
+            passed, before = min(now - before, 2 * pause), now
+            for name, life in list(self._lives.items()):
+                last, silent = self._silent[name]
+                at = alive[name].at if name in alive else 0
+                self._silent[name] = at, silent = at, silent + passed if at == last else 0.0
+                # A worker that another machine is to start may wait for that machine.
+                limit = "hang_timeout" if at else "startup_timeout"
+                if silent > (seconds := getattr(self._launch, limit)) and (at or life.pid):
+                    await self._end(name, f"it gave no sign of life for launch.{limit} = {seconds:g} s")
+            await self._look_for_progress(passed)
+
+    async def _look_for_progress(self, passed: float) -> None:
+        status, found = await self._index.status(), await self._index.waiting()
+        progress = found.settled, status.published, status.admitted
+        running = (await self._index.state())[0] == "running"
+        self._still = self._still + passed if running and progress == self._progress else 0.0
+        self._progress = progress
+        if self._still <= (limit := self._launch.stall_timeout):
+            return
+        self._still, chain = 0.0, await waiting_chain(self._index)
+        log.warning("the run stands still", seconds=limit, chain=[str(wait) for wait in chain])
+        if chain and chain[-1].process in self._lives:
+            links = " ← ".join(map(str, chain))
+            await self._end(
+                chain[-1].process, f"no progress of the run for launch.stall_timeout = {limit:g} s: {links}"
+            )
+
+    async def _end(self, name: str, reason: str) -> None:
+        log.warning("worker hangs", worker=name, reason=reason)
+        await self._index.put(f"reason:{name}", reason)
+        self._lives.pop(name).end()

@@ -1,0 +1,148 @@
+"""The chain of waiting of a run at one moment: who waits for whom, for how long, and which bound ends it.
+
+    training ─▶ the oldest group that it does not have ─▶ the stage that must process it ─▶ the worker that holds it
+                                                                                          └▶ its last sign of life
+It is read from the index alone, so it can be asked from any machine, also about a run whose processes hang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestration.recipe.schema import Recipe
+from pipeline.events import ENDED
+from pipeline.index.client import Index, Missing, SignOfLife
+from stages.weights.store import done_with
+
+SILENT_BEATS = 4  # signs of life that a worker misses until it is shown as silent
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One link: ``who`` waits for ``on`` since ``seconds`` (None: not known); ``bound`` is what ends it, if anything does,
+    and ``why`` what is known of the cause. The next link is
+    about what ``on`` names."""
+
+    who: str
+    on: str
+    seconds: float | None = None
+    why: str = ""
+    bound: str = ""
+    process: str = ""  # of the worker ``who``: its name in the index
+
+    def __str__(self) -> str:
+        since = "" if self.seconds is None else f" for {self.seconds:.1f} s"
+        return f"{self.who} waits{since} for {self.on}" + "".join(
+            f"; {part}" for part in (self.why, self.bound) if part
+        )
+
+
+async def waiting_chain(index: Index) -> list[Wait]:
+    """Returns the chain of the run in ``index``; empty for one that has ended. Raises LookupError for an unknown run."""
+    state, reason, moved = await index.state()
+    recipe_json = await index.get("recipe")
+    if not state or recipe_json is None:
+        raise LookupError(f"run: {index.run!r} is not in this index; give the id of a run that is")
+    if state in ENDED:
+        return []
+    recipe, found, alive = Recipe.from_json(recipe_json), await index.waiting(), await index.alive()
+    status = await index.status()
+    chain = _Chain(recipe, found, alive)
+    since, published = chain.age(moved), chain.age(status.wait)
+    if state == "paused":
+        return [Wait("the run", "`resume`", since, reason)]
+    if unready := [name for name, sign in alive.items() if not sign.ready]:
+        bound = f"launch.startup_timeout = {recipe.launch.startup_timeout:g} s" if state == "starting" else ""
+        links = [Wait("the run", f"{shown(name)} to be ready", since, bound=bound) for name in unready[:1]]
+        return [*links, chain.worker(unready[0])]
+    if status.trained >= recipe.train.steps:
+        for number in range(recipe.replicas if recipe.runs_stage("rollout") else 0):
+            taken = await index.get(done_with(worker := f"rollout-{number}"))
+            if taken != str(recipe.train.steps):
+                has = f"it has version {taken or 'none'} of {recipe.train.steps}"
+                return [
+                    Wait("the end of the run", f"{worker} to take the last version", published, has),
+                    *chain.of(worker),
+                ]
+        return [
+            Wait("the end of the run", "its workers to end", published, "all steps are trained"),
+            *chain.stages(found.trainer),
+        ]
+    step = f"step {status.trained}"
+    if found.group is None and status.admitted - status.filtered < (status.trained + 1) * recipe.train.groups_per_step:
+        return [Wait(step, "the gate to admit groups", published), *await _gate(index, found, recipe, chain)]
+    if found.group is None or found.stage == found.trainer:
+        return [Wait(step, "training", published), *chain.holders(found.trainer)]
+    if not found.stage:
+        return [Wait(step, f"group {found.group} to be admitted", published), *await _gate(index, found, recipe, chain)]
+    what = f"group {found.group} at stage {found.stage}"
+    rows = f"{found.rows} of {recipe.algorithm.group_size} samples are missing" + (
+        f", {found.parked} of them parked" if found.parked else ""
+    )
+    return [Wait(step, what, published, rows), *chain.holders(found.stage)]
+
+
+async def _gate(index: Index, found: Missing, recipe: Recipe, chain: _Chain) -> list[Wait]:
+    """Why no group is admitted."""
+    for name, house in sorted(((await index.stats())["warehouses"] or {}).items()):
+        if house["used"] > 0.9 * house["capacity"]:
+            full = f"{house['used']:,} of {house['capacity']:,} bytes are used; a checkpoint releases samples"
+            return [Wait("the gate", f"room in warehouse {name!r}", why=full), *chain.stages(found.trainer)]
+    if recipe.prompts.source == "external":
+        return [Wait("the gate", "prompts of another program")]
+    return chain.of("flow-0")
+
+
+class _Chain:
+    def __init__(self, recipe: Recipe, found: Missing, alive: dict[str, SignOfLife]) -> None:
+        self._launch, self._external, self._found, self._alive = recipe.launch, recipe.external.stages, found, alive
+
+    def age(self, position: str) -> float | None:
+        """Returns the seconds since ``position`` of a topic; None where it was never woken."""
+        at = int(position.partition("-")[0])
+        return (self._found.now - at) / 1000 if at else None
+
+    def holders(self, stage: str) -> list[Wait]:
+        """Who holds the missing rows of ``stage``; where nobody does, who could claim them."""
+        if not (held := sorted(self._found.holders, key=lambda holder: self._quiet(holder[0]), reverse=True)):
+            return self.stages(stage)
+        name, since = held[0]
+        return [Wait(f"stage {stage}", f"{shown(name)}, which holds them", self.age(f"{since}-0")), self.worker(name)]
+
+    def stages(self, stage: str) -> list[Wait]:
+        """The workers that have ``stage``, those without a sign of life first."""
+        names = sorted((n for n, sign in self._alive.items() if stage in sign.stages), key=self._quiet, reverse=True)
+        if not names:
+            who = "another program" if stage in self._external else "a worker of it, and none is alive"
+            return [Wait(f"stage {stage}", who)]
+        return [Wait(f"stage {stage}", f"{shown(names[0])} to claim"), self.worker(names[0])]
+
+    def of(self, worker: str) -> list[Wait]:
+        """The living process of ``worker``, as KIND-NUMBER."""
+        names = [name for name in self._alive if shown(name) == worker]
+        return [self.worker(names[-1])] if names else [Wait(worker, "a host or the launcher to start it")]
+
+    def worker(self, name: str) -> Wait:
+        """What a worker's process waits for: the last link."""
+        launch, sign, quiet = self._launch, self._alive.get(name), self._quiet(name)
+        on, seconds, why = "its own work", None, f"alive {quiet:.1f} s ago"
+        bound = f"launch.stall_timeout = {launch.stall_timeout:g} s without progress of the run ends it"
+        if sign is None:
+            on, why, bound = "its first sign of life", "", f"launch.startup_timeout = {launch.startup_timeout:g} s"
+        elif quiet > SILENT_BEATS * launch.beat_seconds:
+            on, seconds, why = "a sign of life", quiet, "its process hangs or is stopped, or its machine is away"
+            left = max(0.0, launch.hang_timeout - quiet)
+            bound = f"launch.hang_timeout = {launch.hang_timeout:g} s ends it in {left:.1f} s"
+        elif sign.version is not None:
+            why += f", with version {sign.version}"
+        return Wait(shown(name), on, seconds, why, bound, name)
+
+    def _quiet(self, name: str) -> float:
+        """Seconds since the last sign of life."""
+        sign = self._alive.get(name)
+        return (self._found.now - sign.at) / 1000 if sign is not None else float("inf")
+
+
+def shown(name: str) -> str:
+    """Returns KIND-NUMBER of a worker's name (:func:`pipeline.index.client.worker_name`)."""
+    return name.rsplit("-", 2)[0]

@@ -1,0 +1,96 @@
+"""Nothing stalls in silence: each stall is injected into a real run, which goes on, or fails within the bound that it names.
+``docs/stalls.md`` lists all of them with their tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from api.cli.service.why import chain_of_folder
+from orchestration.guard.waiting import Wait, waiting_chain
+from orchestration.run.run import Run
+from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
+from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
+
+HANG = 1.5  # s
+TESTS = Path(__file__).parents[2]
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    page = (TESTS.parent / "docs" / "stalls.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", page)
+    assert len(named) > 8
+    for file, test in named:
+        assert f"def {test}(" in (TESTS / file).read_text(), f"{file}::{test}"
+
+
+def pid_of(watched: Watched, worker: str) -> int:
+    assert watched.run.supervisor is not None
+    return watched.run.supervisor.pids()[worker]
+
+
+async def chain_when(watched: Watched, last: str) -> list[Wait]:
+    """The chain of waiting once it ends with ``last``."""
+    assert watched.run.supervisor is not None
+    async with asyncio.timeout(20):
+        while True:
+            chain = await waiting_chain(watched.run.supervisor.index)
+            if chain and last in str(chain[-1]):
+                return chain
+            await asyncio.sleep(0.05)  # what is asked for has nothing to wait on: that is what it is about
+
+
+def reasons(watched: Watched, change: str = "died") -> dict[str, str]:
+    return {event["worker"]: event["reason"] for event in watched.of("worker") if event["change"] == change}
+
+
+async def test_a_rollout_process_that_hangs_is_named_ended_and_its_samples_are_made_again(tmp_path: Path) -> None:
+    of = recipe(MOCK, train__steps=10, launch__launcher="process", launch__hang_timeout=HANG)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 3)
+        os.kill(pid_of(watched, "rollout-0"), signal.SIGSTOP)
+        chain = await chain_when(watched, "launch.hang_timeout")
+        asked = await chain_of_folder(tmp_path / "run", 20.0)
+        result = await work
+    assert result.state == "finished", result.reason
+    assert [wait.who.split()[0] for wait in chain] == ["step", "stage", "rollout-0"]
+    assert chain[-1].seconds is not None
+    assert 0.7 < chain[-1].seconds < HANG + 2
+    assert asked[-1]["text"].startswith("rollout-0 waits for"), asked
+    assert "gave no sign of life for launch.hang_timeout = 1.5 s" in reasons(watched)["rollout-0"]
+    assert_each_sample_once(of, watched)
+    assert_nothing_left(watched.run)
+
+
+async def test_a_run_whose_worker_hangs_again_and_again_fails_and_says_who(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"launch__max_restarts": 0, "launch__launcher": "process", "launch__hang_timeout": HANG}
+    async with executing(Run.create(recipe(MOCK, train__steps=500, **changes), tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 2)
+        await watched.move("running", "paused")
+        command = [sys.executable, "-m", "api.cli.main", "why", str(tmp_path / "run")]
+        asked = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=TESTS.parent)
+        await watched.move("paused", "running")
+        os.kill(pid_of(watched, "flow-0"), signal.SIGSTOP)
+        result = await asyncio.wait_for(work, 60)
+    assert re.fullmatch(r"the run waits for \d+\.\d s for `resume`\n", asked.stdout), asked
+    assert result.state == "failed"
+    assert "flow-0 died and launch.max_restarts = 0 is used up: it gave no sign of life" in result.reason
+    assert_nothing_left(watched.run)
+
+
+async def test_a_rank_that_hangs_in_a_collective_is_ended_with_its_group_for_one_restart(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"train__dp": 2, "launch__launcher": "process", "launch__max_restarts": 1}
+    of = recipe(TINY, train__steps=8, launch__hang_timeout=HANG, **changes)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 2)
+        os.kill(pid_of(watched, "update-1"), signal.SIGSTOP)
+        result = await work
+    assert result.state == "finished", result.reason
+    assert "launch.hang_timeout" in reasons(watched)["update-1"]
+    assert_each_sample_once(of, watched)
