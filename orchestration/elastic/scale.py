@@ -18,8 +18,13 @@ SCALE, LEAVE = "scale", "leave"  # a document and its topic; the topic of the do
 
 
 def scaled(recipe: Recipe, rollouts: int) -> Recipe:
-    """Returns ``recipe`` with ``rollouts`` rollout workers: those beyond the ones that its machine starts are left to hosts,
-    where it has any. Raises RecipeError when the run cannot have so many."""
+    """Returns ``recipe`` with ``rollouts`` rollout workers. Raises RecipeError when the run cannot have so many."""
+    return change_recipe(recipe, [f"{key}={value}" for key, value in overrides_of(recipe, rollouts).items()])
+
+
+def overrides_of(recipe: Recipe, rollouts: int) -> dict[str, int]:
+    """Returns the keys that change for ``rollouts`` rollout workers: those beyond the ones that the run's machine starts are
+    left to hosts, where it has any. Raises RecipeError where the number cannot change."""
     if recipe.colocated or not recipe.runs_stage("rollout"):
         why = "cannot change: this run starts no rollout workers by themselves"
         raise RecipeError(
@@ -28,18 +33,19 @@ def scaled(recipe: Recipe, rollouts: int) -> Recipe:
     remote = recipe.launch.remote_rollouts
     if remote:
         remote = max(0, rollouts - (recipe.rollout.workers - remote))
-    return change_recipe(recipe, [f"rollout.workers={rollouts}", f"launch.remote_rollouts={remote}"])
+    return {"rollout.workers": rollouts, "launch.remote_rollouts": remote}
 
 
-async def request_scale(index: Index, rollouts: int) -> None:
-    """Ask the run of ``index`` for ``rollouts`` rollout workers. Raises RecipeError where it cannot have so many, and
-    WrongState where it does not work."""
+async def request_scale(index: Index, rollouts: int) -> str:
+    """Ask the run of ``index`` for ``rollouts`` rollout workers. Returns its state. Raises RecipeError where it cannot
+    have so many, and WrongState where it is not alive."""
     state, recipe_json = (await index.state())[0], await index.get("recipe")
     if recipe_json is None or state not in LIVE:
         raise WrongState(index.run, state, "scale")
     await asyncio.to_thread(scaled, Recipe.from_json(recipe_json), rollouts)
     await index.put(SCALE, str(rollouts))
     await index.wake(SCALE)
+    return state
 
 
 async def request_leave(index: Index, worker: str) -> None:

@@ -31,7 +31,7 @@ import stamina
 import structlog
 
 from orchestration.elastic.budget import RestartBudget
-from orchestration.elastic.scale import scaled
+from orchestration.elastic.scale import SCALE, scaled
 from orchestration.guard.guard import Guard
 from orchestration.guard.watch import GuardWatch, options_of
 from orchestration.private_files import write_private
@@ -326,6 +326,8 @@ class Run:
         if self.start is not None:
             counters, remake, rates = self.start.counters, self.start.remake, self.start.rates
         begun = not await index.init(config, counters, remake, rates)
+        if not begun:
+            await index.put(SCALE, "")  # of the run that this one resumes
         lost = begun and not self.shared.is_dir()  # the machine was rebooted, or is another one: the samples are gone
         reported = int(await index.get(CHECKPOINT_REPORTED) or 0)
         if lost or not begun:

@@ -25,7 +25,7 @@ from orchestration.recipe.schema import Recipe
 from pipeline.events import ENDED
 from pipeline.index.client import Index, Link
 
-Ask = Literal["pause", "resume", "stop", "checkpoint"]
+Ask = Literal["pause", "resume", "stop", "checkpoint", "scale"]
 
 LIVE = ("starting", "running", "paused")
 LEASE_SECONDS = 10.0  # for which a runner holds its run; renewed after a third of it
