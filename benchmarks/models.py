@@ -330,14 +330,14 @@ class Checkpoint:
     def weights(self) -> str:
         from stages.engines.torch.rollout import TorchRolloutEngine
         from stages.engines.torch.train import TorchTrainEngine
-        from stages.weights.collective import WeightReceiver, WeightSender
+        from stages.weights.collective import WeightSender
+        from stages.weights.depot import Depot
         from stages.weights.store import WeightStore
 
         trainer = TorchTrainEngine(loaded(self.folder, self.dtype), **train_engine_options(self.dtype))
         store = WeightStore(self.home / "shared")
-        device = torch.device("cpu")
-        sender = WeightSender(WeightStore(self.home / "sent"), device, host="127.0.0.1", secret=SECRET)
-        transports = ((store, store), (sender, WeightReceiver(device, secret=SECRET)))
+        sender = WeightSender(WeightStore(self.home / "sent"), host="127.0.0.1", secret=SECRET)
+        transports = ((store, store), (sender, Depot(self.home / "received", secret=SECRET)))
 
         async def run() -> list[Gap]:
             engine, gaps = (
@@ -489,11 +489,11 @@ def vllm(home: Path, folder: Path, dtype: torch.dtype) -> str:
 
     shared = home / "vllm"
     shared.mkdir()
-    Credentials(SECRET, None).write(shared)
+    Credentials(SECRET, shared).write(shared)
     before, after = plain_model(folder, dtype), plain_model(folder, dtype)
     weights = dict(changed(after))
     rule = ProbeRule.of(dtype, before.config)
-    sender = WeightSender(WeightStore(home / "offered"), torch.device("cpu"), host="127.0.0.1", secret=SECRET)
+    sender = WeightSender(WeightStore(home / "offered"), host="127.0.0.1", secret=SECRET)
 
     async def run() -> list[Gap]:
         engine = VllmCollectiveEngine(

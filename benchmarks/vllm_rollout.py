@@ -138,7 +138,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"model": options.model, "bytes": nbytes, "gap": [], "update": []}
     print(f"{options.model}: weights of {nbytes / 2**20:.0f} MiB\n")
     directory = shared_memory_directory() / f"asyncdock-benchmark-trainer-{time.monotonic_ns()}"
-    sender = WeightSender(WeightStore(directory), torch.device("cpu"), host="127.0.0.1")
+    sender = WeightSender(WeightStore(directory), host="127.0.0.1")
     try:
         await arms(options, sender, weights, result)
     finally:

@@ -14,8 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed
@@ -92,22 +91,6 @@ def use(device: torch.device) -> None:
 def backend(device: torch.device) -> str:
     """The ``torch.distributed`` backend for this device's tensors: gloo, nccl, hccl."""
     return torch.distributed.get_default_backend_for_device(device)
-
-
-def group(
-    device: torch.device, store: torch.distributed.Store, rank: int, size: int, timeout: timedelta
-) -> torch.distributed.ProcessGroup:
-    """Create a process group beside the default one, or without a default one: ``size`` processes that meet in ``store``
-    move this device's tensors (:func:`backend`). Raises ``RuntimeError`` when they do not meet within ``timeout``."""
-    if device.type == "cpu":
-        return cast("torch.distributed.ProcessGroup", torch.distributed.ProcessGroupGloo(store, rank, size, timeout))
-    if device.type == "npu":
-        kind = importlib.import_module("torch_npu._C._distributed_c10d").ProcessGroupHCCL
-    else:
-        kind = torch.distributed.ProcessGroupNCCL
-    options = kind.Options()
-    options._timeout = timeout
-    return kind(store, rank, size, options)
 
 
 def multiplies_into_float32(device: torch.device) -> bool:

@@ -390,11 +390,14 @@ class SyncSection(Section):
 
     transport: Literal["shared_memory", "collective"] = key(
         "shared_memory",
-        "`shared_memory`: engines read the trainer's memory on the same node. `collective`: bytes travel by "
-        "torch.distributed, where trainer and engines have devices or nodes of their own.",
+        "`shared_memory`: engines read the trainer's memory on the same node. `collective`: engines may be on other nodes. "
+        "Each node has one copy, which it sends on to the next node while it receives it.",
     )
     serve: str = key("127.0.0.1", 'Address of the trainer\'s node, for `transport = "collective"`.', min_length=1)
-    rolling: bool = key(True, "Replicas swap one after the other, so that some always generate.")
+    rolling: bool = key(True, "Replicas take turns to swap, so that some always generate.")
+    at_once: Annotated[int, Field(ge=0), unit("replicas")] = key(
+        0, "Replicas that swap at the same time, with `rolling`. 0: a quarter of `rollout.workers`, at least one."
+    )
     prefetch: bool = key(
         True,
         "In a colocated run: load training's memory as soon as nothing is left to generate, not only when a batch is "

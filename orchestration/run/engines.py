@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from stages.engines.torch.critic import TorchCriticEngine
     from stages.engines.torch.rollout import TorchRolloutEngine
     from stages.inference.teacher import TeacherOptions
+    from stages.weights.collective import Credentials
 
 # Making a model draws from torch's global generator: two threads of an inline run would disturb each other.
 _LOADING = threading.Lock()
@@ -143,11 +144,12 @@ def rollout_engine(
         case "torch":
             return _torch_rollout(devices.select(rollout.device), recipe, version, weights)
         case "vllm":
-            shared = shared or Path(tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory()))
+            own = shared or Path(tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory()))
+            credentials = _credentials(recipe, shared.parent if shared else own, secret)
             try:
-                return _vllm_rollout(shared, recipe, version, weights, secret)
+                return _vllm_rollout(own, recipe, version, weights, credentials)
             except BaseException:  # once the engine exists, its close removes the folder
-                shutil.rmtree(shared, ignore_errors=True)
+                shutil.rmtree(own, ignore_errors=True)
                 raise
         case "mock":
             from stages.engines.mock.engines import MockRolloutEngine
@@ -215,9 +217,18 @@ def _first_adapters(recipe: Recipe, weights: Path | None) -> dict[str, torch.Ten
     return load_adapter(weights.with_name(ADAPTER), getattr(torch, recipe.model.dtype))
 
 
-def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | None, secret: bytes) -> RolloutEngine:
-    from stages.engines.vllm.rollout import VllmCollectiveEngine, VllmRolloutEngine
+def _credentials(recipe: Recipe, shared: Path, secret: bytes) -> Credentials:
+    """What vLLM's worker needs to read weights through the depot in ``shared``."""
     from stages.weights.collective import Credentials
+
+    files = (recipe.pipeline.tls_certificate, recipe.pipeline.tls_key, recipe.pipeline.tls_authority)
+    return Credentials(secret, shared, files if files[0] else None)
+
+
+def _vllm_rollout(
+    shared: Path, recipe: Recipe, version: int, weights: Path | None, credentials: Credentials
+) -> RolloutEngine:
+    from stages.engines.vllm.rollout import VllmCollectiveEngine, VllmRolloutEngine
 
     rollout = recipe.rollout
     first = _first_adapters(recipe, weights)
@@ -235,8 +246,7 @@ def _vllm_rollout(shared: Path, recipe: Recipe, version: int, weights: Path | No
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
     if recipe.sync.transport == "collective" and recipe.adapters is None:
         engine = VllmCollectiveEngine
-        authority = recipe.pipeline.tls_authority if recipe.pipeline.tls_certificate else None
-        Credentials(secret, authority).write(shared)
+        credentials.write(shared)
     return engine(
         folder,
         shared=shared,
@@ -355,12 +365,11 @@ def weight_publisher(recipe: Recipe, shared: Path, secret: bytes, route: str = "
         return store
     from stages.weights.collective import WeightSender
 
-    device = devices.of_rank(devices.select("cpu" if recipe.train.engine == "mock" else recipe.train.device), 0)
     tls = recipe.pipeline.tls_contexts()
     host = recipe.sync.serve
     try:
         name = announced(host, route if host != SyncSection().serve else "")  # the default: engines are on this node
-        return WeightSender(store, device, host=host, advertise=name, secret=secret, tls=tls and tls[0])
+        return WeightSender(store, host=host, advertise=name, secret=secret, tls=tls and tls[0])
     except ValueError as refused:
         raise ValueError(f"sync.{refused}") from refused
     except OSError as error:
@@ -368,12 +377,19 @@ def weight_publisher(recipe: Recipe, shared: Path, secret: bytes, route: str = "
         raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error
 
 
+def swaps_at_once(recipe: Recipe) -> int:
+    """Returns how many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a quarter of them. So a
+    version needs about four swaps' time with any number of replicas, and three quarters always generate."""
+    if not recipe.sync.rolling or recipe.replicas == 1:
+        return 0
+    return recipe.sync.at_once or max(1, recipe.replicas // 4)
+
+
 def weight_reader(recipe: Recipe, shared: Path, secret: bytes) -> Reader:
-    """Make what a rollout engine reads published weights from."""
+    """Make what a rollout engine reads published weights from. ``shared``: the folder in shared memory of the run's workers
+    on this node."""
     if recipe.sync.transport == "shared_memory":
         return WeightStore(shared)
-    from stages.weights.collective import WeightReceiver
+    from stages.weights.depot import Depot
 
-    device = devices.select("cpu" if recipe.rollout.engine == "mock" else recipe.rollout.device)
-    tls = recipe.pipeline.tls_contexts()
-    return WeightReceiver(device, secret=secret, tls=tls and tls[1])
+    return Depot(shared, secret=secret, tls=recipe.pipeline.tls_contexts())

@@ -5,7 +5,7 @@
                         └─▶ the old version stays, and an event says so; tried   └─▶ the old weights come back; as left
                             again (damaged twice: reported to the trainer, which starts again and publishes it again)
 
-With several replicas only one swaps at a time, so that generation never stops as a whole. The engine makes no token between
+With several replicas only some swap at a time, so that generation never stops as a whole. The engine makes no token between
 the swap and the result of the probe, so none is made with wrong weights (except by vLLM, see its adapter).
 """
 
@@ -75,12 +75,12 @@ class ProbeRefused(SwapRefused):
 @dataclass(frozen=True)
 class SwapPolicy:
     """How weights are swapped. ``probe``: how far probed logprobs may lie from the trainer's (None: nothing is probed).
-    ``timeout``: seconds for each of reading, loading, probing and resuming, and again for undoing one of them. ``rolling``:
-    replicas swap one after the other."""
+    ``timeout``: seconds for each of reading, loading, probing and resuming, and again for undoing one of them. ``at_once``:
+    replicas that may swap at the same time (0: all)."""
 
     probe: ProbeRule | None = None
     timeout: float = 120.0
-    rolling: bool = False
+    at_once: int = 0
 
 
 class WeightFollower:
@@ -268,11 +268,11 @@ class WeightFollower:
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         """While it lasts, this engine may swap."""
-        if not self.policy.rolling:
+        if not self.policy.at_once:
             yield
             return
         lease = 9 * self.policy.timeout  # loading, probing, going back and going on, each with its undoing
-        while not (turn := await self.index.take_swap_turn(self.worker, most=1, lease=lease)).granted:
+        while not (turn := await self.index.take_swap_turn(self.worker, most=self.policy.at_once, lease=lease)).granted:
             await self.index.wait("swap", turn.wait, turn.due)
         try:
             yield

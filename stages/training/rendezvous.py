@@ -18,11 +18,60 @@ from typing import Any
 from torch.distributed import HashStore, Store
 
 from pipeline.node import announced
-from stages.weights.collective import CONNECT_SECONDS, RemoteStore, serve_store
+from stages.weights.depot import CONNECT_SECONDS
 from stages.weights.secret_socket import SecretServer, SecretSocket, connect
 
 IDLE_SECONDS = 14 * 86400.0  # for which the store waits for a rank's next call: another group is made much later
 MARGIN_SECONDS = 5.0  # for which a rank waits for the store's answer beyond the store's own timeout
+
+
+class RemoteStore(Store):
+    """The store of a group's rendezvous, held by the other end of a proven connection (:func:`serve_store`)."""
+
+    def __init__(self, peer: SecretSocket) -> None:
+        super().__init__()
+        self._peer, self._turn = peer, threading.Lock()
+
+    def _ask(self, do: str, *arguments: Any) -> Any:
+        with self._turn:
+            self._peer.send_message([do, *arguments])
+            answer = self._peer.receive_message()
+        if "wrong" in answer:
+            raise RuntimeError(f"the rendezvous failed at the trainer: {answer['wrong']}")
+        return answer["is"]
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._ask("set", key, bytes(value) if isinstance(value, bytes | bytearray) else value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask("get", key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", keys)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete_key", key))
+
+
+def serve_store(peer: SecretSocket, store: Store) -> None:
+    """Answer the calls of a :class:`RemoteStore` out of ``store`` until the other end hangs up."""
+    try:
+        while True:
+            do, *arguments = peer.receive_message()
+            if do not in ("set", "get", "add", "check", "wait", "delete_key"):
+                raise ConnectionError(f"the engine requested from the rendezvous {do!r}")
+            try:
+                peer.send_message({"is": getattr(store, do)(*arguments)})
+            except RuntimeError as error:  # torch's: a key did not come in time
+                peer.send_message({"wrong": str(error)[:1000]})
+    except (OSError, ValueError, TypeError):
+        return
 
 
 class HeldStore(HashStore):

@@ -223,7 +223,10 @@ def _received(sock: socket.socket, count: int, deadline: float | None = None) ->
             if left <= 0:
                 raise TimeoutError("the handshake took too long")
             sock.settimeout(left)
-        part = sock.recv(count - len(out))
+        try:
+            part = sock.recv(count - len(out))
+        except BlockingIOError:
+            raise TimeoutError("the other end has fallen silent") from None
         if not part:
             raise ConnectionError("the other end closed the connection")
         out += part

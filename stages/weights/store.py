@@ -29,7 +29,8 @@ from stages.algorithms.interface import MOST_LOG_RATIO
 from stages.engines.protocols import RolloutEngine, TrainEngine
 
 if TYPE_CHECKING:
-    from stages.weights.collective import WeightReceiver, WeightSender
+    from stages.weights.collective import WeightSender
+    from stages.weights.depot import Depot
 
 BUCKET_BYTES = 32 * 2**20
 _ALIGN = 64
@@ -241,7 +242,7 @@ class ProbeJudge:
 @dataclass(frozen=True)
 class Published:
     """The record of a version in the index: where its bytes are, and their checksums. ``buckets`` are (offset, bytes, xxh3);
-    ``source`` is the trainer that sends it (``weights.collective``; "": it is read on the trainer's node)."""
+    ``source`` is the trainer that sends it (JSON, ``weights.collective``; "": it is read on the trainer's node)."""
 
     version: int
     slot: int
@@ -250,6 +251,11 @@ class Published:
     buckets: tuple[tuple[int, int, str], ...]
     probe: Probe | None = None
     source: str = ""
+
+    @property
+    def key(self) -> str:
+        """Names these bytes: of two publications with one key they are the same."""
+        return f"{self.version}-{_digest(np.frombuffer(repr(self.buckets).encode(), np.uint8))}"
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -286,7 +292,7 @@ def done_with(worker: str) -> str:
 
 
 Publisher: TypeAlias = "WeightStore | WeightSender"  # what a trainer publishes weights with
-Reader: TypeAlias = "WeightStore | WeightReceiver"  # what a rollout engine reads published weights with
+Reader: TypeAlias = "WeightStore | Depot"  # what a rollout engine reads published weights with
 
 
 class WeightStore:
@@ -336,7 +342,7 @@ class WeightStore:
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
         """Returns a private, verified copy of a published version, by parameter name. Raises WeightsDamaged."""
-        source = self._mapped(published)
+        source = self.mapped(published)
         copy = np.empty(len(source), np.uint8)
         for number, (offset, nbytes, _) in enumerate(published.buckets):
             copy[offset : offset + nbytes] = source[offset : offset + nbytes]
@@ -345,20 +351,21 @@ class WeightStore:
 
     def verify(self, published: Published) -> None:
         """Compare the bytes where they lie with their checksums. Raises WeightsDamaged."""
-        source = self._mapped(published)
+        source = self.mapped(published)
         for number in range(len(published.buckets)):
             verify(source, published, number)
 
     def view(self, published: Published) -> dict[str, torch.Tensor]:
         """Returns a published version in place, neither copied nor verified, by parameter name: for a reader that has
         verified it, and a writer that waits for this reader. Raises WeightsDamaged when it is not there."""
-        return tensors_of(self._mapped(published), published)
+        return tensors_of(self.mapped(published), published)
 
     def close(self) -> None:
         self._maps.clear()
 
-    def _mapped(self, published: Published) -> np.ndarray:
-        """Raises WeightsDamaged when the file is too short: reading a mapped page past its end would be a SIGBUS."""
+    def mapped(self, published: Published) -> np.ndarray:
+        """Returns a published version's bytes where they lie, uint8. Raises WeightsDamaged when the file is too short:
+        reading a mapped page past its end would be a SIGBUS."""
         published.check()
         path = self.directory / f"weights-{published.slot}"
         try:

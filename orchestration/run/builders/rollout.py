@@ -10,7 +10,7 @@ from dataclasses import replace
 from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.planner import prompt_limits
 from orchestration.run.builders.job import Job, Work
-from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, weight_reader
+from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, swaps_at_once, weight_reader
 from pipeline.events import AlarmEvent
 from stages.engines.protocols import CuttingEngine, RolloutEngine, TokenizingEngine
 from stages.prompts.formatter import Prompt
@@ -50,9 +50,11 @@ class RolloutJob(Job):
         stage, evaluator = make_rollout(self, engine, prompts.result())
         self._stage = stage
         overlap = recipe.staleness_plan.slack > 0
+        reader = weight_reader(recipe, self.paths.shared, self.secret)
+        self.resources.callback(reader.close)
         self._follower = WeightFollower(
             self.index,
-            weight_reader(recipe, self.paths.shared, self.secret),
+            reader,
             stage,
             self.control(stage),
             evaluator,
@@ -63,7 +65,7 @@ class RolloutJob(Job):
             policy=SwapPolicy(
                 probe=probe_rule(recipe),
                 timeout=recipe.sync.timeout,
-                rolling=recipe.sync.rolling and overlap and recipe.replicas > 1,
+                at_once=swaps_at_once(recipe) if overlap else 0,
             ),
             cut=recipe.rollout.on_update == "cut",
         )

@@ -43,6 +43,7 @@ from stages.engines.vllm.library import ENGINE_PROCESS
 from stages.engines.vllm.weights import COLLECTIVE, HALF_LOADED, SHARED_MEMORY
 from stages.models import checkpoint_tensors, empty_model, saved_buffers
 from stages.weights.collective import Credentials
+from stages.weights.depot import Depot
 from stages.weights.store import Published, WeightStore
 
 
@@ -141,14 +142,23 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class CollectiveTransfer(SharedMemoryTransfer):
-    """Weight transfer from a trainer on other devices: the first worker receives the bytes, the others map them."""
+    """Weight transfer from a trainer on other devices: the first worker copies the bytes out of the node's depot, the others
+    map them."""
+
+    _depot: Depot | None = None
 
     def land(self, published: Published) -> None:
         """Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
         if not published.source:  # the engine got tensors and has written them
             return super().land(published)
-        receiver = Credentials.read(self._store.directory).receiver(self.device)
-        receiver.receive(published, self._store.memory(published.slot, published.nbytes))
+        if self._depot is None:
+            self._depot = Credentials.read(self._store.directory).depot()
+        self._depot.receive(published, self._store.memory(published.slot, published.nbytes))
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._depot is not None:
+            self._depot.close()
 
 
 def end_with(engine: int) -> None:

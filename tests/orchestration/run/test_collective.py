@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestration.recipe.problems import RecipeError
+from orchestration.run.engines import swaps_at_once
 from orchestration.run.run import Run
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
@@ -71,3 +72,11 @@ async def test_an_address_that_is_not_the_trainers_fails_the_run_with_its_name(t
 def test_it_is_not_for_engines_that_share_the_trainers_device() -> None:
     with pytest.raises(RecipeError, match=r"sync.transport = \"collective\": is between separate devices"):
         recipe(TINY, sync__transport="collective", launch__placement="colocated", launch__launcher="process")
+
+
+@pytest.mark.parametrize(("replicas", "at_once"), [(1, 0), (2, 1), (7, 1), (8, 2), (64, 16)])
+def test_a_quarter_of_the_replicas_swap_at_the_same_time(replicas: int, at_once: int) -> None:
+    of = recipe(MOCK, rollout__workers=replicas, launch__launcher="process")
+    assert swaps_at_once(of) == at_once
+    assert swaps_at_once(recipe(MOCK, rollout__workers=8, sync__rolling=False, launch__launcher="process")) == 0
+    assert swaps_at_once(recipe(MOCK, rollout__workers=8, sync__at_once=5, launch__launcher="process")) == 5

@@ -645,19 +645,20 @@ async def replicas(
         await engine.close()
 
 
-@pytest.mark.parametrize("rolling", [True, False])
-async def test_replicas_swap_one_after_the_other_when_rolling(trainer: Trainer, tmp_path: Path, rolling: bool) -> None:
-    async with replicas(trainer, tmp_path, 3, SwapPolicy(rolling=rolling)) as (following, at_it):
+@pytest.mark.parametrize("at_once", [1, 2, 0])
+async def test_no_more_replicas_swap_at_the_same_time_than_may(trainer: Trainer, tmp_path: Path, at_once: int) -> None:
+    async with replicas(trainer, tmp_path, 3, SwapPolicy(at_once=at_once)) as (following, at_it):
         await trainer.publish()
         async with asyncio.timeout(20):
             assert all(await asyncio.gather(*(one._take() for one in following)))
         assert [one.stage.engine.version for one in following] == [1, 1, 1]
-        assert (max(at_it) == 1) == rolling
+        assert max(at_it) <= (at_once or 3)
+        assert (max(at_it) == 1) == (at_once == 1)
 
 
 async def test_a_dead_replica_does_not_keep_the_turn(trainer: Trainer, tmp_path: Path) -> None:
     async def swapped() -> None:
-        async with replicas(trainer, tmp_path, 1, SwapPolicy(rolling=True)) as ((one,), _):
+        async with replicas(trainer, tmp_path, 1, SwapPolicy(at_once=1)) as ((one,), _):
             assert await one._take()
 
     await trainer.publish()
@@ -708,7 +709,7 @@ async def test_one_torch_replica_generates_while_the_other_is_at_its_swap(index:
             return await super().score(*arguments, **options)
 
     engines = [Held(tiny_model(0), max_rows=2, threads=1) for _ in range(2)]
-    policy = SwapPolicy(probe=EXACT, rolling=True)
+    policy = SwapPolicy(probe=EXACT, at_once=1)
     following = [
         follower(index, WeightStore(tmp_path), e, policy, worker=f"rollout-{i}") for i, e in enumerate(engines)
     ]

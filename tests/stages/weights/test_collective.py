@@ -22,15 +22,15 @@ import pytest
 import torch
 
 from pipeline.warehouse.wire.protocol import proof
-from stages.weights import collective as weight_link
+from stages.weights import depot as weight_link
 from stages.weights import secret_socket
-from stages.weights.collective import Credentials, WeightReceiver, WeightSender
+from stages.weights.collective import Credentials, WeightSender
+from stages.weights.depot import Depot
 from stages.weights.secret_socket import connect
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
 from tests.forked import forks
 from tests.pipeline.warehouse.wire.served import certificate
 
-CPU = torch.device("cpu")
 TIMEOUT = 20.0
 SECRET = b"the secret of this run"
 
@@ -54,19 +54,34 @@ def same(found: dict[str, torch.Tensor], version: int) -> bool:
 
 @pytest.fixture
 def sender(tmp_path: Path) -> Iterator[WeightSender]:
-    sender = WeightSender(
-        WeightStore(tmp_path, bucket_bytes=5000), CPU, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT
-    )
+    sender = WeightSender(WeightStore(tmp_path, bucket_bytes=5000), host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
     yield sender
     sender.close()
 
 
 @pytest.fixture
-def receiver() -> WeightReceiver:
-    return WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT)
+def nodes(tmp_path: Path) -> Iterator[Callable[..., Depot]]:
+    """Makes depots of engines on nodes with other shared memory than the trainer's: each on a node of its own, unless
+    ``node`` names one."""
+    made: list[Depot] = []
+
+    def make(node: str = "", **options: Any) -> Depot:
+        shared = tmp_path / "nodes" / (node or f"node-{len(made)}")
+        shared.mkdir(parents=True, exist_ok=True)
+        made.append(Depot(shared, **{"secret": SECRET, "timeout": TIMEOUT, **options}))
+        return made[-1]
+
+    yield make
+    for depot in made:
+        depot.close()
 
 
-def test_what_arrives_is_what_was_published(sender: WeightSender, receiver: WeightReceiver) -> None:
+@pytest.fixture
+def receiver(nodes: Callable[..., Depot]) -> Depot:
+    return nodes()
+
+
+def test_what_arrives_is_what_was_published(sender: WeightSender, receiver: Depot) -> None:
     for version in (4, 5):
         published = sender.publish(version, weights(version).items())
         record = Published.from_record(json.loads(json.dumps(published.record())))
@@ -76,13 +91,13 @@ def test_what_arrives_is_what_was_published(sender: WeightSender, receiver: Weig
 
 
 def test_several_engines_are_sent_to_at_once_and_the_older_version_is_still_there(
-    sender: WeightSender, receiver: WeightReceiver
+    sender: WeightSender, nodes: Callable[..., Depot]
 ) -> None:
     both = [sender.publish(version, weights(version).items()) for version in (1, 2)]
     found: list[bool] = []
 
     def read(published: Published) -> None:
-        found.append(same(WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT).read(published), published.version))
+        found.append(same(nodes().read(published), published.version))
 
     threads = [threading.Thread(target=read, args=(both[i % 2],)) for i in range(6)]
     for thread in threads:
@@ -92,7 +107,7 @@ def test_several_engines_are_sent_to_at_once_and_the_older_version_is_still_ther
     assert found == [True] * 6
 
 
-def test_a_version_that_was_overwritten_is_refused(sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_a_version_that_was_overwritten_is_refused(sender: WeightSender, receiver: Depot) -> None:
     first = sender.publish(1, weights(1).items())
     newest = [sender.publish(version, weights(version).items()) for version in (2, 3)][-1]
     with pytest.raises(WeightsDamaged, match=r"version 1: the trainer has them no more; take the newest"):
@@ -101,7 +116,7 @@ def test_a_version_that_was_overwritten_is_refused(sender: WeightSender, receive
 
 
 def test_a_byte_that_changes_on_the_way_is_found(
-    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+    sender: WeightSender, receiver: Depot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published = sender.publish(1, weights(1).items())
     memory = sender._store.memory(published.slot, published.nbytes)
@@ -112,13 +127,13 @@ def test_a_byte_that_changes_on_the_way_is_found(
     assert same(receiver.read(published), 1), "the request that broke off has left nothing behind"
 
 
-def test_a_bucket_that_is_left_out_is_found(sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_a_bucket_that_is_left_out_is_found(sender: WeightSender, receiver: Depot) -> None:
     published = sender.publish(1, weights(1).items())
     with pytest.raises(WeightsDamaged, match="in no bucket"):
         receiver.read(replace(published, buckets=published.buckets[:1] + published.buckets[2:]))
 
 
-def test_weights_without_a_sender_are_unreachable(tmp_path: Path, receiver: WeightReceiver) -> None:
+def test_weights_without_a_sender_are_unreachable(tmp_path: Path, receiver: Depot) -> None:
     published = WeightStore(tmp_path).publish(1, weights(1).items())
     with pytest.raises(WeightsUnreachable, match=r"published for one node alone; set sync.transport"):
         receiver.read(published)
@@ -126,11 +141,11 @@ def test_weights_without_a_sender_are_unreachable(tmp_path: Path, receiver: Weig
 
 def test_an_address_of_another_machine_cannot_be_served(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"[Aa]ssign"):
-        WeightSender(WeightStore(tmp_path), CPU, host="192.0.2.1", secret=SECRET, timeout=1)
+        WeightSender(WeightStore(tmp_path), host="192.0.2.1", secret=SECRET, timeout=1)
 
 
 def test_only_the_given_address_listens(sender: WeightSender) -> None:
-    _, port, _ = json.loads(sender.source)
+    ((_, port, _),) = json.loads(sender.source)
     listening = [
         line.split()[1]
         for table in ("tcp", "tcp6")
@@ -141,7 +156,7 @@ def test_only_the_given_address_listens(sender: WeightSender) -> None:
 
 
 def test_a_slot_is_not_overwritten_while_it_is_sent(
-    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+    sender: WeightSender, receiver: Depot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 3 goes where version 1 lies, and waits until that has been sent. It is too large for the buffers between two
     ends, so that it is not sent at once."""
@@ -176,13 +191,13 @@ def test_a_slot_is_not_overwritten_while_it_is_sent(
 
 def publishes(directory: Path, large: int, pipe: Connection) -> None:
     """Version 1, and ``large`` bytes more that are too many to lie in the buffers between two processes."""
-    sender = WeightSender(WeightStore(directory, bucket_bytes=5000 + large // 8), CPU, host="127.0.0.1", secret=SECRET)
+    sender = WeightSender(WeightStore(directory, bucket_bytes=5000 + large // 8), host="127.0.0.1", secret=SECRET)
     tensors = weights(1) | ({"large": torch.zeros(large, dtype=torch.uint8)} if large else {})
     pipe.send(sender.publish(1, tensors.items()).record())
     signal.pause()
 
 
-def asks(record: dict[str, Any], pipe: Connection) -> None:
+def asks(record: dict[str, Any], shared: Path, pipe: Connection) -> None:
     """Receive, and wait at the second bucket for ever."""
 
     def stop(*_: Any) -> None:
@@ -190,7 +205,7 @@ def asks(record: dict[str, Any], pipe: Connection) -> None:
         signal.pause()
 
     weight_link.verify = stop  # type: ignore[assignment]
-    WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT).read(Published.from_record(record))
+    Depot(shared, secret=SECRET, timeout=TIMEOUT).read(Published.from_record(record))
 
 
 @pytest.fixture
@@ -210,23 +225,30 @@ def start() -> Iterator[Callable[..., tuple[Any, Connection]]]:
 
 
 def test_a_trainer_that_has_died_is_unreachable_and_found_out_soon(
-    tmp_path: Path, start: Callable[..., tuple[Any, Connection]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    nodes: Callable[..., Depot],
+    start: Callable[..., tuple[Any, Connection]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(weight_link, "CONNECT_SECONDS", 1.0)
     trainer, pipe = start(publishes, tmp_path, 0)
     published = Published.from_record(pipe.recv())
-    receiver = WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT)
+    receiver = nodes()
     assert same(receiver.read(published), 1)
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.join()
     began = time.monotonic()
     with pytest.raises(WeightsUnreachable, match="version 1: not received from the trainer at"):
-        receiver.read(published)
+        nodes().read(published)
     assert time.monotonic() - began < 60
+    assert same(receiver.read(published), 1), "its node has a copy"
 
 
 def test_a_trainer_that_dies_in_the_middle_is_noticed(
-    tmp_path: Path, start: Callable[..., tuple[Any, Connection]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    nodes: Callable[..., Depot],
+    start: Callable[..., tuple[Any, Connection]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer, pipe = start(publishes, tmp_path, 2**26)
     published = Published.from_record(pipe.recv())
@@ -239,15 +261,15 @@ def test_a_trainer_that_dies_in_the_middle_is_noticed(
     monkeypatch.setattr(weight_link, "verify", kill)  # after the first bucket
     began = time.monotonic()
     with pytest.raises(WeightsUnreachable):
-        WeightReceiver(CPU, secret=SECRET, timeout=5.0).read(published)
+        nodes(timeout=5.0).read(published)
     assert time.monotonic() - began < 30
 
 
 def test_an_engine_that_dies_in_the_middle_costs_the_others_nothing(
-    sender: WeightSender, receiver: WeightReceiver, start: Callable[..., tuple[Any, Connection]]
+    sender: WeightSender, receiver: Depot, tmp_path: Path, start: Callable[..., tuple[Any, Connection]]
 ) -> None:
     published = sender.publish(1, weights(1).items())
-    engine, pipe = start(asks, published.record())
+    engine, pipe = start(asks, published.record(), tmp_path / "another node")
     assert pipe.recv() == "under way"
     os.kill(engine.pid, signal.SIGKILL)
     engine.join()
@@ -256,23 +278,24 @@ def test_an_engine_that_dies_in_the_middle_costs_the_others_nothing(
         assert sender._turn.wait_for(lambda: not sender._sending[published.slot], TIMEOUT), "it is waited for no longer"
 
 
-def test_an_engine_that_asks_nothing_or_nonsense_is_given_up(tmp_path: Path) -> None:
+def test_an_engine_that_asks_nothing_or_nonsense_is_given_up(tmp_path: Path, nodes: Callable[..., Depot]) -> None:
     """Its request ends, with the timeout at the latest; others are served."""
-    sender = WeightSender(WeightStore(tmp_path), CPU, host="127.0.0.1", secret=SECRET, timeout=1.0)
+    sender = WeightSender(WeightStore(tmp_path), host="127.0.0.1", secret=SECRET, timeout=1.0)
     try:
         published = sender.publish(1, weights(1).items())
         nonsense = (
-            {"version": 1, "device": "cuda"},
-            {"version": "one"},
+            {"key": published.key},
+            {"key": published.key, "source": 7, "first": 0, "serves": None, "failed": []},
+            {"key": published.key, "source": 0, "first": 0, "serves": "here", "failed": [None]},
             ["set", "a"],
-            {"version": 99, "device": "cpu"},
+            {"key": "99-0", "source": 0, "first": 0, "serves": None, "failed": []},
             7,
         )
         for message in (None, *nonsense):
             peer = connect(address(sender), SECRET, connecting=5.0, timeout=5.0)
             if message is not None:
                 peer.send_message(message)
-        assert same(WeightReceiver(CPU, secret=SECRET, timeout=TIMEOUT).read(published), 1)
+        assert same(nodes().read(published), 1)
         assert_all_answered()
     finally:
         sender.close()
@@ -286,24 +309,26 @@ def assert_all_answered() -> None:
 
 
 def address(sender: WeightSender) -> tuple[str, int]:
-    host, port, _ = json.loads(sender.source)
+    ((host, port, _),) = json.loads(sender.source)
     return host, port
 
 
 # ── strangers ──
 
 
-def test_an_engine_without_the_runs_secret_gets_nothing(sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_an_engine_without_the_runs_secret_gets_nothing(
+    sender: WeightSender, receiver: Depot, nodes: Callable[..., Depot]
+) -> None:
     """Any client that reached the port could download the weights."""
     published = sender.publish(1, weights(1).items())
     with pytest.raises(WeightsUnreachable, match="another secret"):
-        WeightReceiver(CPU, secret=b"a secret of another run", timeout=TIMEOUT).read(published)
+        nodes(secret=b"a secret of another run").read(published)
     with pytest.raises(WeightsUnreachable, match="16 bytes or more"):
-        WeightReceiver(CPU, secret=b"", timeout=TIMEOUT).read(published)
+        nodes(secret=b"").read(published)
     assert same(receiver.read(published), 1)
 
 
-def test_a_trainer_that_does_not_know_the_secret_is_not_believed(receiver: WeightReceiver, tmp_path: Path) -> None:
+def test_a_trainer_that_does_not_know_the_secret_is_not_believed(receiver: Depot, tmp_path: Path) -> None:
     """One that answers at the trainer's address, with a wrong proof or with the engine's own, sends it no weights."""
     published = WeightStore(tmp_path).publish(1, weights(1).items())
     for answer in (b"\0" * 32, None, b"HTTP/1.1 200 OK"):
@@ -318,7 +343,7 @@ def test_a_trainer_that_does_not_know_the_secret_is_not_believed(receiver: Weigh
 
             thread = threading.Thread(target=answer_one)
             thread.start()
-            source = json.dumps([*listening.getsockname()[:2], "cpu"])
+            source = json.dumps([[*listening.getsockname()[:2], "a node"]])
             with pytest.raises(WeightsUnreachable, match="does not prove that it knows"):
                 receiver.read(replace(published, source=source))
             thread.join()
@@ -329,9 +354,7 @@ def test_a_trainer_that_does_not_know_the_secret_is_not_believed(receiver: Weigh
     [b"", b"\0", b"\x00" * 64, bytes(range(64)), b"\xff" * (1 << 20), b"GET / HTTP/1.1\r\n\r\n"],
     ids=range(6),
 )
-def test_no_message_of_a_stranger_stops_the_trainer(
-    message: bytes, sender: WeightSender, receiver: WeightReceiver
-) -> None:
+def test_no_message_of_a_stranger_stops_the_trainer(message: bytes, sender: WeightSender, receiver: Depot) -> None:
     """One message to the rendezvous ended the run: it was taken for the end of all requests."""
     published = sender.publish(1, weights(1).items())
     with socket.create_connection(address(sender)) as stranger, suppress(OSError):  # it may have hung up before
@@ -357,7 +380,7 @@ def test_a_proof_is_good_for_one_connection(sender: WeightSender) -> None:
     assert hellos[0] != hellos[1]
 
 
-def test_unproven_connections_keep_no_engine_out(sender: WeightSender, receiver: WeightReceiver) -> None:
+def test_unproven_connections_keep_no_engine_out(sender: WeightSender, receiver: Depot) -> None:
     """More of them than are kept: the oldest are dropped, at the latest when their time is over."""
     published = sender.publish(1, weights(1).items())
     unproven = [socket.create_connection(address(sender)) for _ in range(3 * secret_socket.UNPROVEN)]
@@ -370,47 +393,31 @@ def test_unproven_connections_keep_no_engine_out(sender: WeightSender, receiver:
             one.close()
 
 
-def test_a_certificate_makes_it_a_connection_by_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_makes_it_a_connection_by_tls(
+    tmp_path: Path, nodes: Callable[..., Depot], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(weight_link, "CONNECT_SECONDS", 0.5)
     with certificate(tmp_path) as (server, client):
-        assert_read_over_tls(tmp_path, server, client)
+        assert_read_over_tls(tmp_path, nodes, server, client)
 
 
-def assert_read_over_tls(tmp_path: Path, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+def assert_read_over_tls(
+    tmp_path: Path, nodes: Callable[..., Depot], server: ssl.SSLContext, client: ssl.SSLContext
+) -> None:
     store = WeightStore(tmp_path, bucket_bytes=5000)
-    sender = WeightSender(store, CPU, host="127.0.0.1", secret=SECRET, tls=server, timeout=TIMEOUT)
+    sender = WeightSender(store, host="127.0.0.1", secret=SECRET, tls=server, timeout=TIMEOUT)
     try:
         published = sender.publish(1, weights(1).items())
-        assert same(WeightReceiver(CPU, secret=SECRET, tls=client, timeout=TIMEOUT).read(published), 1)
+        assert same(nodes(tls=(server, client)).read(published), 1)
         with pytest.raises(WeightsUnreachable):
-            WeightReceiver(CPU, secret=SECRET, timeout=1.0).read(published)
+            nodes(timeout=1.0).read(published)
     finally:
         sender.close()
 
 
-# ── groups of two devices ──
-
-
-def test_a_group_of_two_devices_meets_over_the_proven_connection(
-    sender: WeightSender, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As two accelerators of one kind do; here by gloo, with tensors on the CPU."""
-    monkeypatch.setattr(WeightSender, "_together", lambda self, kind: True)
-    for version in (1, 2):
-        published = sender.publish(version, weights(version).items())
-        assert len(published.buckets) > 3
-        assert same(receiver.read(published), version)
-    memory = sender._store.memory(published.slot, published.nbytes)
-    memory[published.buckets[2][0]] ^= 1
-    with pytest.raises(WeightsDamaged, match=r"version 2: bucket 2 .* does not match its checksum"):
-        receiver.read(published)
-    memory[published.buckets[2][0]] ^= 1
-    assert same(receiver.read(published), 2)
-
-
 def test_credentials_are_for_the_runs_user_alone(tmp_path: Path, sender: WeightSender) -> None:
-    Credentials(SECRET).write(tmp_path / "engine")
+    Credentials(SECRET, tmp_path / "node").write(tmp_path / "engine")
     (file,) = (tmp_path / "engine").iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     published = sender.publish(1, weights(1).items())
-    assert same(Credentials.read(tmp_path / "engine").receiver(CPU).read(published), 1)
+    assert same(Credentials.read(tmp_path / "engine").depot().read(published), 1)

@@ -31,8 +31,8 @@ async def test_weights_of_each_step_reach_vllm_by_each_transport(family: str, tm
     )
     shared = shared_memory_directory() / f"asyncdock-test-{tmp_path.parent.name}-{tmp_path.name}"
     shared.mkdir()
-    Credentials(SECRET, None).write(shared)
-    sender = WeightSender(WeightStore(tmp_path / "sent"), torch.device("cpu"), host="127.0.0.1", secret=SECRET)
+    Credentials(SECRET, shared).write(shared)
+    sender = WeightSender(WeightStore(tmp_path / "sent"), host="127.0.0.1", secret=SECRET)
     options = {"max_rows": 8, "max_model_len": CONTEXT, "kv_cache_bytes": 2**26, "enforce_eager": True, "threads": 2}
     engine = VllmCollectiveEngine(checkpoint.folder, shared=shared, dtype=torch.float32, **options)
     try:

@@ -205,8 +205,9 @@ async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(t
     contract = OnSmolLM2()
     engine = await contract.build(0, VllmCollectiveEngine)
     assert isinstance(engine, VllmCollectiveEngine)
-    Credentials(SECRET).write(engine._weights.store.directory)
-    sender = WeightSender(WeightStore(tmp_path), torch.device("cpu"), host="127.0.0.1", secret=SECRET)
+    directory = engine._weights.store.directory
+    Credentials(SECRET, directory).write(directory)
+    sender = WeightSender(WeightStore(tmp_path), host="127.0.0.1", secret=SECRET)
     try:
         published = sender.publish(1, contract.weights(1).items())
         memory = sender._store.memory(published.slot, published.nbytes)

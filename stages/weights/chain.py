@@ -1,0 +1,95 @@
+"""How the bytes of a version travel between nodes: in a chain, each node sending on what it has while the rest arrives.
+
+    trainer ── pieces ──▶ node A ── pieces ──▶ node B ── …      the trainer's :class:`Chain` gives each node its sender
+
+N nodes have a version after bytes / bandwidth + (N - 1) · piece / bandwidth, and each link carries it once. A sender that
+waits for its own bytes sends a sign of life each second, so that silence means that it has failed, and not one before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from stages.weights.secret_socket import SecretSocket
+from stages.weights.store import Published
+
+PIECE_BYTES = 2**20  # that are sent on at once
+ALIVE_SECONDS = 1.0  # between two signs of life
+SILENT_SECONDS = 5.0  # without one, a node counts as failed
+AVOIDED_SECONDS = 60.0  # for which a node that has failed sends to no other node
+
+Address: TypeAlias = tuple[str, int]
+
+
+class Piece(NamedTuple):
+    bucket: int
+    offset: int
+    nbytes: int
+    is_last: bool  # of its bucket
+
+
+def pieces_of(published: Published, source: int, sources: int) -> list[Piece]:
+    """Returns what one of ``sources`` processes sends of a version, in order: of each ``sources`` buckets one."""
+    return [
+        Piece(bucket, offset + at, min(PIECE_BYTES, nbytes - at), at + PIECE_BYTES >= nbytes)
+        for bucket, (offset, nbytes, _) in enumerate(published.buckets)
+        if bucket % sources == source
+        for at in range(0, nbytes, PIECE_BYTES)
+    ]
+
+
+class Chain:
+    """The nodes that receive each version, in the order in which they asked for it. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, list[Address]] = {}
+        self._failed: dict[Address, float] = {}
+
+    def sender_to(self, node: Address | None, version: str, failed: Sequence[Address]) -> Address | None:
+        """Returns the node that sends ``version`` to ``node`` (None: one that other nodes cannot reach); None: the trainer
+        does. ``failed``: senders that ``node`` has tried. After two of them it gets the trainer."""
+        now = time.monotonic()
+        self._failed.update(dict.fromkeys(failed, now))
+        nodes = self._nodes.setdefault(version, [])
+        before = nodes[: nodes.index(node)] if node in nodes else nodes[:]
+        if node is not None and node not in nodes:
+            nodes.append(node)
+        usable = (one for one in reversed(before) if now - self._failed.get(one, -AVOIDED_SECONDS) >= AVOIDED_SECONDS)
+        return None if len(failed) > 1 else next(usable, None)
+
+    def forget(self, version: str) -> None:
+        self._nodes.pop(version, None)
+
+
+def send_pieces(
+    peer: SecretSocket,
+    memory: np.ndarray,
+    pieces: Sequence[Piece],
+    first: int,
+    wait: Callable[[int, float], bool] = lambda number, seconds: True,
+) -> None:
+    """Send ``pieces`` of ``memory`` from number ``first`` on. ``wait(number, seconds)`` returns whether that one is there
+    within ``seconds``."""
+    for number in range(first, len(pieces)):
+        while not wait(number, ALIVE_SECONDS):
+            peer.send_message(False)
+        peer.send_message(True)
+        peer.send(memory[pieces[number].offset :][: pieces[number].nbytes].data)
+
+
+def receive_pieces(
+    peer: SecretSocket, memory: np.ndarray, pieces: Sequence[Piece], first: int, timeout: float
+) -> Iterator[int]:
+    """Fill ``memory``, and yield the number of each piece when it is there. Raises OSError, also when the other end has had
+    nothing but signs of life for ``timeout`` seconds."""
+    for number in range(first, len(pieces)):
+        since = time.monotonic()
+        while not peer.receive_message():
+            if time.monotonic() - since > timeout:
+                raise TimeoutError(f"the sender has had nothing to send for {timeout:g} s")
+        peer.receive_into(memory[pieces[number].offset :][: pieces[number].nbytes].data)
+        yield number

@@ -1,0 +1,286 @@
+"""One copy of a version on each node, sent from node to node; a node that fails costs the others a moment."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stages.weights import chain, collective, depot
+from stages.weights.chain import Chain, pieces_of
+from stages.weights.collective import WeightSender
+from stages.weights.depot import Depot
+from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
+from tests.stages.weights.test_collective import SECRET, TIMEOUT, nodes, same, start, weights
+
+__all__ = ["nodes", "start"]  # fixtures
+A, B, C = ("10.0.0.1", 1), ("10.0.0.2", 1), ("10.0.0.3", 1)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "PIECE_BYTES", 1000)
+
+
+class Trainer:
+    """A sender whose direct transfers are noted in ``sent`` as (first piece, last), and may be held at a piece."""
+
+    def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sender = WeightSender(
+            WeightStore(home / "trainer", bucket_bytes=5000), host="127.0.0.1", secret=SECRET, timeout=TIMEOUT
+        )
+        self.sent: list[tuple[int, int]] = []
+        self.hold_at, self.go_on = 10**9, threading.Event()
+        send = chain.send_pieces
+
+        def noted(peer: Any, memory: Any, pieces: Any, first: int) -> None:
+            self.sent.append((first, len(pieces)))
+            hold, self.hold_at = self.hold_at, 10**9
+
+            def wait(number: int, seconds: float) -> bool:
+                return number < hold or self.go_on.wait(seconds)
+
+            send(peer, memory, pieces, first, wait)
+
+        monkeypatch.setattr(collective, "send_pieces", noted)
+
+    def publish(self, version: int) -> Published:
+        return self.sender.publish(version, weights(version).items())
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path, monkeypatch)
+    yield trainer
+    trainer.go_on.set()
+    trainer.sender.close()
+
+
+def begun(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def result(work: tuple[threading.Thread, list[Any]]) -> Any:
+    work[0].join(60)
+    assert not work[0].is_alive(), "not in time"
+    return work[1][0]
+
+
+def test_each_node_gets_the_node_before_it_and_after_two_failures_the_trainer() -> None:
+    order = Chain()
+    assert [order.sender_to(node, "v", []) for node in (A, B, C)] == [None, A, B]
+    assert order.sender_to(B, "v", []) == A, "it asks again"
+    assert order.sender_to(C, "v", [B]) == A
+    assert order.sender_to(C, "v", [B, A]) is None
+    assert [order.sender_to(node, "w", []) for node in (C, B)] == [None, C], "another version has a chain of its own"
+    order.forget("v")
+    assert order.sender_to(B, "v", []) is None
+
+
+def test_a_node_that_has_failed_sends_to_nobody_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    order = Chain()
+    for node in (A, B):
+        order.sender_to(node, "v", [])
+    assert order.sender_to(C, "v", [B]) == A
+    assert [order.sender_to(node, "w", []) for node in (A, B, C)] == [None, A, A], "B is passed over"
+    now[0] += chain.AVOIDED_SECONDS
+    assert [order.sender_to(node, "x", []) for node in (A, B, C)] == [None, A, B]
+
+
+def test_a_node_that_others_cannot_reach_sends_to_none() -> None:
+    order = Chain()
+    assert [order.sender_to(node, "v", []) for node in (A, None, B)] == [None, A, A]
+
+
+@pytest.mark.parametrize("sources", [1, 2, 3])
+def test_the_pieces_of_all_sources_are_each_byte_once(sources: int, tmp_path: Path) -> None:
+    published = WeightStore(tmp_path, bucket_bytes=2500).publish(1, weights(1).items())
+    pieces = sorted(
+        (piece for source in range(sources) for piece in pieces_of(published, source, sources)), key=lambda p: p.offset
+    )
+    at = 0
+    for piece in pieces:
+        assert piece.offset == at
+        assert 0 < piece.nbytes <= 1000
+        at += piece.nbytes
+    assert at == sum(nbytes for _, nbytes, _ in published.buckets)
+    assert sum(piece.is_last for piece in pieces) == len(published.buckets)
+
+
+def test_the_trainer_sends_a_version_once_and_nodes_send_it_on(trainer: Trainer, nodes: Callable[..., Depot]) -> None:
+    several = [nodes() for _ in range(4)]
+    for version in (1, 2, 3):
+        published = trainer.publish(version)
+        reading = [begun(lambda node=node: same(node.read(published), version)) for node in several]  # type: ignore[misc]  # noqa: B023
+        assert [result(one) for one in reading] == [True] * 4
+    assert len(trainer.sent) == 3
+
+
+def test_a_node_sends_on_what_has_arrived_while_the_rest_is_not_there_yet(
+    trainer: Trainer, nodes: Callable[..., Depot]
+) -> None:
+    trainer.hold_at, published = 20, trainer.publish(1)
+    first, second = nodes(), nodes()
+    reading = [begun(lambda: same(first.read(published), 1))]
+    until(lambda: pieces(first, published) == 20)
+    reading.append(begun(lambda: same(second.read(published), 1)))
+    until(lambda: pieces(second, published) == 20)
+    assert not reading[0][1]
+    trainer.go_on.set()
+    assert [result(one) for one in reading] == [True, True]
+    assert trainer.sent == [(0, len(pieces_of(published, 0, 1)))]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Of other threads' work, which has no event of its own."""
+    waiting = threading.Event()
+    for _ in range(3000):
+        if condition():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("not in time")
+
+
+def pieces(node: Depot, published: Published) -> int:
+    arriving = node._sendable.get(published.key)
+    return 0 if arriving is None else arriving.there[0]
+
+
+def receives(record: dict[str, Any], shared: Path, pipe: Connection) -> None:
+    """A node of its own, in a process; it reports once some of the version is there."""
+    chain.PIECE_BYTES = 1000
+    node = Depot(shared, secret=SECRET, timeout=TIMEOUT)
+    published = Published.from_record(record)
+    reading = begun(lambda: same(node.read(published), 1))
+    until(lambda: pieces(node, published) == 20)
+    pipe.send("under way")
+    pipe.send(result(reading))
+    signal.pause()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_node_that_fails_in_the_middle_is_passed_over(
+    how: signal.Signals,
+    tmp_path: Path,
+    trainer: Trainer,
+    nodes: Callable[..., Depot],
+    start: Callable[..., tuple[Any, Connection]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trainer sends to it, and it to two more. They go on where they are; what they have is not sent again."""
+    monkeypatch.setattr(depot, "SILENT_SECONDS", 2.0)
+    trainer.hold_at, published = 20, trainer.publish(1)
+    process, pipe = start(receives, published.record(), tmp_path / "first")
+    assert pipe.poll(120)
+    assert pipe.recv() == "under way"
+    behind = [nodes(), nodes()]
+    reading = []
+    for node in behind:
+        reading.append(begun(lambda node=node: same(node.read(published), 1)))  # type: ignore[misc]
+        until(lambda node=node: pieces(node, published) == 20)  # type: ignore[misc]
+    os.kill(process.pid, how)
+    assert [result(one) for one in reading] == [True, True]
+    assert len(trainer.sent) == 2
+    assert trainer.sent[1][0] >= 15, "what was verified is kept: all but a bucket"
+
+
+def test_engines_of_one_node_have_one_copy(trainer: Trainer, nodes: Callable[..., Depot], tmp_path: Path) -> None:
+    trainer.hold_at, published = 20, trainer.publish(1)
+    engines = [nodes("node") for _ in range(3)]
+    reading = [begun(lambda engine=engine: engine.read(published)) for engine in engines]  # type: ignore[misc]
+    until(lambda: any(pieces(engine, published) == 20 for engine in engines))
+    trainer.go_on.set()
+    found = [result(one) for one in reading]
+    assert all(same(tensors, 1) for tensors in found)
+    assert len(trainer.sent) == 1
+    found[0]["embedding"][0] = 7.0
+    assert found[1]["embedding"][0, 0] == found[2]["embedding"][0, 0] == 7.0, "the memory is the same"
+    folder = tmp_path / "nodes" / "node" / depot.FOLDER
+    assert sorted(file.name for file in folder.iterdir()) == ["lock", f"weights-{published.key}"]
+
+
+def test_an_engine_goes_on_with_what_a_dead_one_of_its_node_has_received(
+    tmp_path: Path, trainer: Trainer, nodes: Callable[..., Depot], start: Callable[..., tuple[Any, Connection]]
+) -> None:
+    trainer.hold_at, published = 20, trainer.publish(1)
+    process, pipe = start(receives, published.record(), tmp_path / "nodes" / "node")
+    assert pipe.poll(120)
+    waiting = begun(lambda: same(nodes("node").read(published), 1))
+    os.kill(process.pid, signal.SIGKILL)
+    assert result(waiting)
+    assert trainer.sent[1][0] >= 15
+
+
+def test_an_engine_does_not_wait_for_one_of_its_node_that_is_stuck(
+    trainer: Trainer, nodes: Callable[..., Depot], tmp_path: Path
+) -> None:
+    published = trainer.publish(1)
+    stuck = tmp_path / "nodes" / "node" / depot.FOLDER / "lock"
+    stuck.parent.mkdir(parents=True)
+    with stuck.open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert same(nodes("node", timeout=0.5).read(published), 1)
+
+
+def test_a_node_keeps_two_versions_and_what_is_mapped_stays(
+    trainer: Trainer, nodes: Callable[..., Depot], tmp_path: Path
+) -> None:
+    node = nodes("node")
+    found = {version: node.read(trainer.publish(version)) for version in range(1, 5)}
+    assert all(same(tensors, version) for version, tensors in found.items())
+    left = {file.name.split("-")[1] for file in (tmp_path / "nodes" / "node" / depot.FOLDER).glob("weights-*")}
+    assert left == {"3", "4"}
+
+
+def test_a_copy_that_is_damaged_is_received_again(trainer: Trainer, nodes: Callable[..., Depot]) -> None:
+    published = trainer.publish(1)
+    found = nodes("node").read(published)
+    found["embedding"][3] = 7.0
+    with pytest.raises(WeightsDamaged, match="does not match its checksum"):
+        nodes("node").read(published)
+    assert same(nodes("node").read(published), 1)
+
+
+def test_on_the_trainers_node_its_own_copy_is_read(trainer: Trainer, tmp_path: Path) -> None:
+    node = Depot(tmp_path / "trainer", secret=SECRET)
+    published = trainer.publish(3)
+    assert same(node.read(replace(published, slot=0)), 3), "vLLM's engine replaces the slot by its own"
+    memory = torch.zeros(published.nbytes, dtype=torch.uint8).numpy()
+    node.receive(published, memory)
+    assert same(depot.tensors_of(memory, published), 3)
+    assert not trainer.sent
+    assert not (tmp_path / "trainer" / depot.FOLDER).exists()
+
+
+def test_a_version_without_room_in_shared_memory_is_no_crash(
+    trainer: Trainer, nodes: Callable[..., Depot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapped file beyond what the memory holds would be a SIGBUS."""
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(WeightsUnreachable, match="No space left"):
+        nodes().read(trainer.publish(1))
