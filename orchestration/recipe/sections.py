@@ -467,6 +467,14 @@ class GuardSection(Section):
     off: list[str] = key([], "Metrics that are not judged, by name.", max_length=64, examples=[["entropy"]])
 
 
+class AutoscaleSection(Section):
+    """The number of rollout workers follows the load (docs/elastic.md)."""
+
+    min: Count = key(1, "Fewest rollout workers.")
+    max: Annotated[int, Field(ge=0), unit("workers")] = key(0, "Most rollout workers. 0: the number does not change.")
+    window: Seconds = key(30.0, "Time over which it is measured how long trainer and rollouts wait, until a decision.")
+
+
 class LaunchSection(Section):
     """How worker processes start, restart and stop."""
 
@@ -497,6 +505,7 @@ class LaunchSection(Section):
         60.0,
         "When the run is stopped: time for workers to finish their claims, and for the trainer to write a checkpoint.",
     )
+    autoscale: AutoscaleSection = AutoscaleSection()
     leave_timeout: Seconds = key(
         60.0,
         "When a rollout worker leaves (`asyncdock runs scale`, or its host is stopped): time to park its responses, and for "

@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, cast
 import stamina
 import structlog
 
+from orchestration.elastic.autoscale import Autoscaler
 from orchestration.elastic.budget import RestartBudget
 from orchestration.elastic.scale import SCALE, scaled
 from orchestration.guard.guard import Guard
@@ -278,7 +279,9 @@ class Run:
             rescale=rescale,
         )
         try:
-            outcome = await self.supervisor.run(stop)
+            scale = self.recipe.launch.autoscale
+            scaling = [Autoscaler(self._index, scale, self.recipe.rollout.workers).run()] if scale.max else []
+            outcome, *_ = await first_of(self.supervisor.run(stop), *scaling)
         finally:
             remote.close()
         if readers := [asyncio.create_task(done.wait()) for done in self._readers]:

@@ -7,20 +7,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
-from orchestration.elastic.scale import SCALE, request_leave, request_scale, scaled
+from orchestration.elastic.scale import SCALE, request_leave, request_scale, scaled, until_leave
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
+from orchestration.run import hosts
 from orchestration.run.kinds import remote_workers, workers_of
+from orchestration.run.launchers import HEAD, ORDERS, beat
+from orchestration.run.paths import RunPaths
 from orchestration.run.run import Run
 from orchestration.run.supervisor import Supervisor
 from orchestration.service.registry import WrongState
 from pipeline.index.client import ENGINES, Index, RunConfig
+from pipeline.warehouse.dock import Dock
 from stages.engines.mock.engines import MockRolloutEngine
 from tests.orchestration.run.test_hosts import REMOTE
 from tests.orchestration.run.test_partial_rollout import LONG_TAILED
-from tests.orchestration.run.test_ranks import ScriptedLauncher
+from tests.orchestration.run.test_ranks import ScriptedLauncher, ScriptedLife
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
 from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
 
@@ -174,3 +179,71 @@ def test_further_workers_of_a_run_with_hosts_are_left_to_them() -> None:
     for rollouts, remote in ((1, set()), (2, {1}), (4, {1, 2, 3})):
         assert remote_workers(scaled(of, rollouts)) == {("rollout", number) for number in remote}
     assert remote_workers(scaled(recipe(MOCK), 4)) == set()
+
+
+class Lives:
+    """In place of a host's launcher: lives that the test ends."""
+
+    launched: asyncio.Queue[ScriptedLife]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Has no options."""
+
+    async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> ScriptedLife:
+        life = ScriptedLife(name)
+        self.launched.put_nowait(life)
+        return life
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+
+
+async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_further_orders(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "ProcessLauncher", Lives)
+    Lives.launched = asyncio.Queue()
+    of = recipe(MOCK, **REMOTE)
+    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.put("recipe", of.to_json())
+    await index.put("place", RunPaths(tmp_path / "out", tmp_path / "shared", None).to_json())
+    await index.put("secret", "a secret of sixteen or more")
+    await index.transition([""], "running")
+    head = Dock(index, flow_of(of).schema, worker="head", directory=tmp_path / "shared", warehouse="head")
+    (tmp_path / "shared").mkdir()
+    await head.join(1 << 20)
+
+    async def warehouses(count: int) -> None:
+        async with asyncio.timeout(20):
+            while len(await index.warehouses()) != count:
+                await index.wait("warehouses", "0", 0.05)  # an end of one wakes nothing
+
+    async def order(number: int) -> ScriptedLife:
+        entry = {"kind": "rollout", "number": 1, "name": f"rollout-1-{number}", "host": ""}
+        await index.append_log(ORDERS, number, msgpack.packb(entry))
+        return await asyncio.wait_for(Lives.launched.get(), 20)
+
+    host, stop = hosts.Host(index.url, index.run, tmp_path / "data", serve="127.0.0.1"), asyncio.Event()
+    beating = asyncio.create_task(beat(index, HEAD))
+    working = asyncio.create_task(host.run(stop))
+    try:
+        await warehouses(2)
+        life = await order(0)
+        await request_leave(index, life.name)
+        life.code.set_result(0)
+        await warehouses(1)
+        assert not working.done(), "it takes further orders"
+        life = await order(1)
+        await warehouses(2)
+        stop.set()
+        await until_leave(index, life.name, 20)
+        assert not working.done(), "it waits for what its worker parks"
+        life.code.set_result(0)
+        await asyncio.wait_for(working, 20)
+        assert await index.get(f"exit:{life.name}") == "0"
+        await warehouses(1)
+    finally:
+        for task in (working, beating):
+            task.cancel()
+        await asyncio.gather(working, beating, return_exceptions=True)
+        await head.close()
