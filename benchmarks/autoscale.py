@@ -39,15 +39,15 @@ class Workload:
 
     need: float = 1.6
     times: float = 3.0
-    steps: int = 150
+    steps: int = 90
     groups: int = 8
     group_size: int = 4
     rows: int = 8  # that one rollout decodes at the same time
     tokens: int = 40
-    step_seconds: float = 0.8
-    window: float = 4.0
+    step_seconds: float = 0.5
+    window: float = 2.0
     least: int = 1
-    most: int = 8
+    most: int = 6
 
     def recipe(self, workers: int) -> Recipe:
         """With ``workers`` rollouts; 0: their number follows the load."""
@@ -87,7 +87,7 @@ class Workload:
         )
 
 
-SMOKE = Workload(steps=45, step_seconds=0.4, window=1.5, most=5)
+SMOKE = Workload(steps=36, step_seconds=0.3, window=1.5, most=3)
 
 
 class LoadedEngine(MockRolloutEngine):
@@ -103,23 +103,29 @@ class LoadedEngine(MockRolloutEngine):
 
 
 def engine(
-    recipe: Recipe, *, version: int, weights: Mapping[str, torch.Tensor] | None, shared: Path, secret: bytes
+    recipe: Recipe,
+    version: int,
+    weights: Mapping[str, torch.Tensor] | None,
+    *,
+    times: float,
+    groups: int,
+    rate: float,
+    tokens: int,
 ) -> LoadedEngine:
-    """The engine that the recipe names; its options are those of the load."""
-    options = recipe.rollout.options
+    """The engine that the recipe names, with the options of the load."""
     made = LoadedEngine(
         MockRolloutOptions(
             max_rows=recipe.rollout.max_rows,
-            row_rate=options["rate"],
+            row_rate=rate,
             saturation_rows=recipe.rollout.max_rows,
             prefill_rate=1e6,
-            median_tokens=options["tokens"],
+            median_tokens=tokens,
             sigma=0.3,
             swap_seconds=0.01,
         ),
         version=version,
     )
-    made.times, made.groups = options["times"], options["groups"]
+    made.times, made.groups = times, groups
     return made
 
 

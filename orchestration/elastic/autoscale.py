@@ -28,6 +28,7 @@ log = structlog.get_logger()
 
 WAITS = 0.1  # share of a window that the trainer waits, from which on it has too few rollouts
 SPARE = 0.15  # of the rollouts' time that stays free, so that a number that is just enough is kept
+MISSING = 20  # windows after which workers that were asked for and do not come, as no host has room, are given up
 SETTLING = 1  # windows after a change in which rollouts join or leave: their times say nothing yet
 PATIENCE = 3  # windows in a row that call for fewer rollouts, before there are fewer
 
@@ -116,6 +117,7 @@ class Autoscaler:
     def __init__(self, index: Index, section: AutoscaleSection, rollouts: int) -> None:
         self._index, self._seconds, self._rollouts = index, section.window, rollouts
         self._policy = AutoscalePolicy(section.min, section.max)
+        self._missing = 0  # windows in which another number than was asked for has worked
         self._unsettled = 1  # windows without a decision: the first one has the start of the run
 
     async def run(self) -> None:
@@ -135,6 +137,9 @@ class Autoscaler:
             return
         if self._unsettled or (asked != self._rollouts):
             self._unsettled, self._rollouts = max(0, self._unsettled - 1), asked
+            return
+        self._missing = 0 if found[0] == asked else self._missing + 1
+        if 0 < self._missing < MISSING:
             return
         wanted = self._policy.decide(*found)
         if wanted == asked:
