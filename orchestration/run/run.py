@@ -24,6 +24,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -175,7 +176,7 @@ class Run:
         """Run to the end in the index at ``url``, from wherever the run stands. Its samples stay in shared memory and in the
         index until the service removes them; no process stays behind. Cancelling ends all workers at once, and changes
         nothing else: the run can be taken over. Raises RunLocked when a former runner does not let go of the folder."""
-        launcher = self._launcher()
+        launcher = _launcher(self.recipe, self.out_dir, self.forks, self._devices)
         try:
             await self._take_lock()
             return await self._work(url, stop or asyncio.Event(), launcher)
@@ -187,7 +188,7 @@ class Run:
         """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind, and a
         run that cannot go on has failed, with its reason. Cancelling ends everything at once."""
         began = time.monotonic()
-        launcher = self._launcher()
+        launcher = _launcher(self.recipe, self.out_dir, self.forks, self._devices)
         sockets = Path(tempfile.mkdtemp(prefix=owned_prefix(os.getpid())))
         try:
             try:
@@ -289,14 +290,6 @@ class Run:
         assert self._index is not None
         remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe), hosts)
 
-        def rescale(rollouts: int) -> list[tuple[str, int]]:
-            recipe = scaled(self.recipe, rollouts)
-            remote.remote |= remote_workers(recipe)
-            if hosts is not None:
-                hosts.rescale(recipe)
-            self._devices.update(assign(recipe, on_this_node()))
-            return workers_of(recipe)
-
         self.supervisor = Supervisor(
             self._index,
             remote,
@@ -305,7 +298,7 @@ class Run:
             steps=self.recipe.train.steps,
             begins=self.begins,
             guard=GuardWatch(self._index, Guard(options_of(self.recipe)), self.recipe.guard.on_alarm),
-            rescale=rescale,
+            rescale=partial(_rescale, self.recipe, remote, hosts, self._devices),
         )
         try:
             scale = self.recipe.launch.autoscale
@@ -395,15 +388,6 @@ class Run:
             await index.put(OWN_ADDRESS, self.server.address.host)
         await index.transition([""], "created")
 
-    def _launcher(self) -> Launcher:
-        launch = self.recipe.launch
-        if launch.launcher == "inline":
-            return InlineLauncher()
-        # vLLM brings processes and threads of its own, and has not been tried in a fork.
-        self._devices = assign(self.recipe, on_this_node())
-        method = SPAWN if self.recipe.rollout.engine == "vllm" else launch.start_method
-        return ProcessLauncher(self.out_dir / "logs", method, self.forks, self._devices)
-
 
 def _store_url(recipe: Recipe, out_dir: Path, run: str = "") -> str:
     """Returns where the checkpoints of the run in ``out_dir`` are copied to; "" when they are not. The folder there has the
@@ -491,3 +475,29 @@ def sweep_leftovers() -> None:
             if owned and not Process.of(int(pid)).alive():
                 shutil.rmtree(folder, ignore_errors=True)
                 log.info("removed what a killed run left behind", folder=str(folder))
+
+
+def _launcher(recipe: Recipe, out: Path, forks: ForkServer | None, devices: dict[tuple[str, int], Devices]) -> Launcher:
+    """Returns what starts the workers of this machine; ``devices`` gets those of each worker."""
+    if recipe.launch.launcher == "inline":
+        return InlineLauncher()
+    devices.update(assign(recipe, on_this_node()))
+    # vLLM brings processes and threads of its own, and has not been tried in a fork.
+    method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
+    return ProcessLauncher(out / "logs", method, forks, devices)
+
+
+def _rescale(
+    recipe: Recipe,
+    remote: RemoteLauncher,
+    hosts: RayHosts | None,
+    devices: dict[tuple[str, int], Devices],
+    rollouts: int,
+) -> list[tuple[str, int]]:
+    """Returns the workers of a run that has ``rollouts`` rollout workers, and prepares its launchers for them."""
+    recipe = scaled(recipe, rollouts)
+    remote.remote |= remote_workers(recipe)
+    if hosts is not None:
+        hosts.rescale(recipe)
+    devices.update(assign(recipe, on_this_node()))
+    return workers_of(recipe)

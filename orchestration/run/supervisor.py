@@ -87,7 +87,7 @@ class Supervisor:
         guard: GuardWatch | None = None,
         rescale: Callable[[int], Sequence[Worker]] | None = None,
     ) -> None:
-        self.guard, self._rescale = guard, rescale
+        self.guard, self._rescale = guard, rescale or (lambda _: self.workers)
         self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
         self.steps, self.begins, self.restarts = steps, begins, 0
         self._lives: dict[Worker, Life] = {}
@@ -127,15 +127,17 @@ class Supervisor:
         return outcome
 
     async def _supervise(self, stop: asyncio.Event) -> Outcome:
-        await self._forget_former_workers(self.workers)
+        await _forget_former_workers(self.index, self.workers)
         if (await self.index.state())[0] == "stopping":  # requested before anything was launched
             return Outcome("stopped", STOPPED)
         _, self._began = await self.index.event_ends()
         if self.guard is not None:
             await self.guard.begin()
-        self._keepers = keepers = {group[0]: asyncio.create_task(self._keep(group)) for group in self._rank_groups()}
+        self._keepers = keepers = {
+            group[0]: asyncio.create_task(self._keep(group)) for group in _rank_groups(self.workers)
+        }
         await self._record_engines()
-        stopping = asyncio.create_task(first_of(stop.wait(), self._stop_requested()))
+        stopping = asyncio.create_task(first_of(stop.wait(), _stop_requested(self.index)))
         watchers: list[asyncio.Task[Any]] = [
             stopping,
             asyncio.create_task(self._start()),
@@ -145,7 +147,7 @@ class Supervisor:
         watchers += [guarding] if guarding is not None else []
         trained = None
         if not any(kind_of(kind).rank_group for kind, _ in keepers):  # another program trains
-            watchers.append(trained := asyncio.create_task(self._last_published()))
+            watchers.append(trained := asyncio.create_task(_last_published(self.index, self.steps)))
         scaling = asyncio.create_task(self._scale())
         watchers.append(scaling)
         try:
@@ -195,20 +197,12 @@ class Supervisor:
         if late:
             log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.launch.stop_timeout)
 
-    def _rank_groups(self) -> list[list[Worker]]:
-        """Returns the workers in groups that start and end together: most groups have one worker."""
-        groups: dict[Worker, list[Worker]] = {}
-        for kind, number in self.workers:
-            group = kind_of(kind).rank_group
-            groups.setdefault((group, 0) if group else (kind, number), []).append((kind, number))
-        return list(groups.values())
-
     async def _keep(self, group: list[Worker]) -> None:
         """Launch the workers of ``group``, again when they die, until they are done."""
         while not self._stopping:
             names = {worker: worker_name(*worker) for worker in group}
             await self._launch(names)
-            codes = await self._wait({worker: self._lives[worker] for worker in group})
+            codes = await _wait({worker: self._lives[worker] for worker in group})
             for name in names.values():
                 self._liveness.leave(name)
             left = await leaves(self.index, names[group[0]])
@@ -292,15 +286,12 @@ class Supervisor:
     async def _scale(self) -> None:
         """Wait until the number of rollout workers is asked for, or a while; launch those that are new, and have those leave
         that are too many."""
-        if self._rescale is None:
-            await asyncio.Event().wait()
-            return
         self._asked_at = await self.index.woken(SCALE, self._asked_at, SCALE_SECONDS)
         asked = int(await self.index.get(SCALE) or self._asked)
         if asked != self._asked and not self._stopping:
             self._asked, self.workers = asked, list(await asyncio.to_thread(self._rescale, asked))
         new = [each for each in self.workers if kind_of(each[0]).elastic and each not in self._keepers]
-        await self._forget_former_workers(new)
+        await _forget_former_workers(self.index, new)
         self._keepers |= {worker: asyncio.create_task(self._keep([worker])) for worker in new}
         for worker in self._keepers.keys() - set(self.workers) - self._leaving.keys():
             if worker in self._absent or (worker in self._lives and not self._keepers[worker].done()):
@@ -358,26 +349,6 @@ class Supervisor:
         await self.index.put(ENGINES, json.dumps(engines))
         await self.index.wake(TAKEN)
 
-    async def _wait(self, lives: dict[Worker, Life]) -> dict[Worker, int]:
-        """Returns the exit codes of a rank group in the order in which its members ended. When one dies the others, which
-        would wait for it, are ended at once."""
-        codes: dict[Worker, int] = {}
-        waiting = {asyncio.create_task(life.wait()): worker for worker, life in lives.items()}
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                # Of several at once, the one that was killed comes first: the others died because of it.
-                ended = [(task, -signal.SIGKILL if (code := task.result()) is None else code) for task in done]
-                for task, code in sorted(ended, key=lambda item: item[1]):
-                    codes[waiting.pop(task)] = code
-                if any(codes.values()):
-                    for worker in waiting.values():
-                        lives[worker].end()
-            return dict(sorted(codes.items(), key=lambda item: item[1] == 0))  # those that were done come last
-        finally:
-            for task in waiting:
-                task.cancel()
-
     async def _start(self) -> None:
         """Wait until every worker is ready."""
         after = self._began
@@ -394,29 +365,10 @@ class Supervisor:
         # A run that was paused when its supervisor was killed stays so.
         await self.index.transition(["starting"], "running")
 
-    async def _stop_requested(self) -> None:
-        """Return when the run's state in the index becomes "stopping"."""
-        while True:
-            state, _, after = await self.index.state()
-            if state == "stopping":
-                return
-            await self.index.wait("state", after, 10.0)
-
-    async def _last_published(self) -> None:
-        """Return when the last version is published."""
-        while (status := await self.index.status()).published < self.steps:
-            await self.index.wait("version", status.wait, 10.0)
-
     async def _emit(self, worker: Worker, change: str, *, pid: int = 0, reason: str = "") -> None:
         await self.index.emit(
             WorkerEvent(stage=worker[0], worker=_shown(worker), change=change, pid=pid, reason=reason)
         )
-
-    async def _forget_former_workers(self, workers: Iterable[Worker]) -> None:
-        """Free the rows and the open bytes that ``workers`` of a killed supervisor held."""
-        for worker in workers:
-            if name := await self.index.get(_life(worker)):
-                await self.index.forget_worker(name)
 
 
 def _shown(worker: Worker) -> str:
@@ -431,3 +383,55 @@ def _life(worker: Worker) -> str:
 def ending(code: int) -> str:
     """Returns in words how a process with this exit code has ended."""
     return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def _rank_groups(workers: Iterable[Worker]) -> list[list[Worker]]:
+    """Returns the workers in groups that start and end together: most groups have one worker."""
+    groups: dict[Worker, list[Worker]] = {}
+    for kind, number in workers:
+        group = kind_of(kind).rank_group
+        groups.setdefault((group, 0) if group else (kind, number), []).append((kind, number))
+    return list(groups.values())
+
+
+async def _wait(lives: dict[Worker, Life]) -> dict[Worker, int]:
+    """Returns the exit codes of a rank group in the order in which its members ended. When one dies the others, which
+    would wait for it, are ended at once."""
+    codes: dict[Worker, int] = {}
+    waiting = {asyncio.create_task(life.wait()): worker for worker, life in lives.items()}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            # Of several at once, the one that was killed comes first: the others died because of it.
+            ended = [(task, -signal.SIGKILL if (code := task.result()) is None else code) for task in done]
+            for task, code in sorted(ended, key=lambda item: item[1]):
+                codes[waiting.pop(task)] = code
+            if any(codes.values()):
+                for worker in waiting.values():
+                    lives[worker].end()
+        return dict(sorted(codes.items(), key=lambda item: item[1] == 0))  # those that were done come last
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def _stop_requested(index: Index) -> None:
+    """Return when the run's state in the index becomes "stopping"."""
+    while True:
+        state, _, after = await index.state()
+        if state == "stopping":
+            return
+        await index.wait("state", after, 10.0)
+
+
+async def _last_published(index: Index, steps: int) -> None:
+    """Return when the last version is published."""
+    while (status := await index.status()).published < steps:
+        await index.wait("version", status.wait, 10.0)
+
+
+async def _forget_former_workers(index: Index, workers: Iterable[Worker]) -> None:
+    """Free the rows and the open bytes that ``workers`` of a killed supervisor held."""
+    for worker in workers:
+        if name := await index.get(_life(worker)):
+            await index.forget_worker(name)
