@@ -87,9 +87,10 @@ class Supervisor:
         guard: GuardWatch | None = None,
         rescale: Callable[[int], Sequence[Worker]] | None = None,
     ) -> None:
-        self.guard, self._rescale = guard, rescale or (lambda _: self.workers)
+        self.guard = guard
         self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
         self.steps, self.begins, self.restarts = steps, begins, 0
+        self._rescale = rescale or (lambda _: self.workers)
         self._lives: dict[Worker, Life] = {}
         self._liveness = Liveness(index, launch, self._record_unplaced)
         self._budgets: dict[Worker, RestartBudget] = {}
