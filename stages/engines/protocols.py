@@ -101,6 +101,17 @@ class Completion:
         return min(version for version, _ in self.versions)
 
 
+@dataclass(frozen=True)
+class Token:
+    """The newest token of the response at ``place`` of ``group``, made by weights of ``version``."""
+
+    group: int
+    place: int
+    token_id: int
+    logprob: float
+    version: int
+
+
 class RolloutEngine(Protocol):
     """Generates responses. An engine belongs to one asyncio loop; it computes in a thread, in other processes or on a
     device."""
@@ -156,6 +167,14 @@ class CuttingEngine(Protocol):
 
     async def cut(self) -> None:
         """At the next token boundary, every response with a token of its present request ends as "cut"; the others wait."""
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """A rollout engine that returns each token as it is made."""
+
+    def stream(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Token | Completion]:
+        """As :meth:`RolloutEngine.generate`; before a response's completion come its new tokens, in order."""
 
 
 @runtime_checkable
