@@ -144,11 +144,15 @@ class Pulse:
         return time.monotonic() - self._changed
 
 
+class Unplaceable(RuntimeError):
+    """Workers can have no place on the cluster; the message says why and what to do."""
+
+
 class Hosts(Protocol):
     """Hosts of a cluster: starts them, and places workers on them."""
 
     async def host_of(self, worker: Worker) -> str:
-        """Wait until a host has a place for ``worker``, and return its name."""
+        """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable."""
 
     def lost(self, host: str) -> str:
         """Returns why ``host`` has ended; "" while it has not."""
