@@ -50,7 +50,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     # Ray lowers the priority of workers; on a busy machine they would get no time.
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    # Its memory monitor kills workers when other processes of this machine fill the memory.
+    os.environ |= {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
