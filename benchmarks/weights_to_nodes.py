@@ -123,7 +123,7 @@ def direct(depot: Depot, published: Published) -> None:
     memory = np.empty(published.nbytes, np.uint8)
     arriving = Arriving(published, memory)
     with closing(connect(arriving.sources[0], SECRET, connecting=5.0, timeout=60.0)) as trainer:
-        request = {"key": published.key, "source": 0, "first": 0, "serves": None, "failed": [("0.0.0.0", 1)] * 2}
+        request = {"key": published.key(), "source": 0, "first": 0, "serves": None, "failed": [("0.0.0.0", 1)] * 2}
         trainer.send_message(request)
         assert trainer.receive_message() == {"have": True, "from": None}
         for _ in receive_pieces(trainer, memory, arriving.pieces[0], 0, 60.0):
