@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import socket
 import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import pytest
 import redis
 
 from pipeline.index.embedded import die_with_parent
@@ -63,12 +69,42 @@ class RedisServer:
         self.process.wait()
 
 
-def self_signed(directory: Path) -> Path:
-    """A key and a certificate for ``localhost`` and 127.0.0.1, made by the openssl command."""
+@contextmanager
+def s3_server(bucket: str = "bucket") -> Iterator[str]:
+    """An S3 server (moto) on a free port of loopback, with an empty ``bucket``; its URL. It is the endpoint of this process
+    and its children meanwhile."""
+    command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert server.stdout is not None
+        lines = []
+        for line in server.stdout:
+            lines.append(line)
+            if found := re.search(r"Running on (http://\S+)", line):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        threading.Thread(target=server.stdout.read, daemon=True).start()  # otherwise its log of requests fills the pipe
+        given = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests-only", "AWS_ENDPOINT_URL": found[1]}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {**given, "AWS_DEFAULT_REGION": "us-east-1"}.items():
+                patch.setenv(name, value)
+            import fsspec
+
+            fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+            yield found[1]
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def self_signed(directory: Path, *addresses: str) -> Path:
+    """A key and a certificate for ``localhost``, 127.0.0.1 and ``addresses``, made by the openssl command."""
+    names = ",".join(["DNS:localhost", *(f"IP:{address}" for address in ("127.0.0.1", *addresses))])
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+            *("-addext", f"subjectAltName={names}"),
             *("-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem")),
         ],
         check=True,

@@ -37,8 +37,9 @@ class Settings(BaseModel):
     ``index``: a URL; "" for a server of its own under ``data``. ``runs``: how many execute at once; 0: other agents execute
     them. ``roots``: folders below which every path in a recipe must lie. ``recipes``: folders of stored recipes, before the
     package's. ``allow_*``: ``module:name`` that a recipe may name beside installed ones; ``allow_listen``: addresses where
-    its runs may open ports, ``allow_teachers``: URLs that they may ask as teachers. ``hosts``: further host names (behind a
-    proxy); they require tokens. ``header_seconds``: until a request's headers are complete. ``max_connections``,
+    its runs may open ports, ``allow_teachers``: URLs that they may ask as teachers, ``allow_checkpoints``: values that
+    ``checkpoint.url`` may have. ``hosts``: further host names (behind a proxy); they require tokens.
+    ``header_seconds``: until a request's headers are complete. ``max_connections``,
     ``max_connections_per_address``: 0: derived from the limit of open files. ``rate``, ``burst``: requests of one client,
     per second and at once. ``max_waiting``: runs in the queue. ``max_workers``, ``max_arena``: limits of one recipe.
     """
@@ -59,6 +60,7 @@ class Settings(BaseModel):
     allow_datasets: frozenset[str] = frozenset()
     allow_listen: frozenset[str] = frozenset()
     allow_teachers: frozenset[str] = frozenset()
+    allow_checkpoints: frozenset[str] = frozenset()
     require_token: bool = False
     hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None

@@ -123,6 +123,7 @@ class Recipe(Section):
 
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with absolute paths, so that it can be used from any folder."""
+        url = self.checkpoint.url
         return self.model_copy(
             update={
                 "model": self.model.model_copy(
@@ -138,6 +139,7 @@ class Recipe(Section):
                         ],
                     }
                 ),
+                "checkpoint": self.checkpoint.model_copy(update={"url": url if "://" in url else _absolute(url)}),
                 "pipeline": self.pipeline.model_copy(
                     update={name: _absolute(getattr(self.pipeline, name)) for name in TLS_FILES}
                 ),

@@ -367,6 +367,12 @@ class PipelineSection(Section):
         "`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
         json_schema_extra={"pattern": f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"},
     )
+    index_serve: str = key(
+        "",
+        "Address of this machine, HOST or HOST:PORT, at which other machines reach an embedded index: with a password that "
+        "the run makes, and inside TLS with the tls_ keys. `join` in the run's index.json is its URL. Empty: none do.",
+        examples=["10.0.0.1", "10.0.0.1:6379"],
+    )
     serve: str = key(
         "",
         "Address on which other nodes reach the warehouse. `0.0.0.0`: all addresses of this node; announced is the one that "
@@ -450,6 +456,12 @@ class CheckpointSection(Section):
 
     every: Steps = key(20, "Steps between two checkpoints.")
     keep: Annotated[int, Field(ge=1), unit("checkpoints")] = key(2, "Number of newest checkpoints that are kept.")
+    url: str = key(
+        "",
+        "An existing folder or bucket to which each checkpoint is copied, below the run's id, as a path or as a URL of any "
+        "scheme of fsspec (`s3://` needs the package s3fs). Machines without the run's folder read it there. Empty: none.",
+        examples=["s3://bucket/runs"],
+    )
 
 
 class GuardSection(Section):

@@ -9,6 +9,8 @@
                                  critic/    the same two of a critic of its own, where the run trains one
                                  run.json   version, prompt position, ledger, groups still to be made, pass rates
 
+With ``checkpoint.url``, a thread then copies it there (:mod:`orchestration.run.storage.store`), and rows are released after.
+
 ``train/`` is a distributed checkpoint of torch: ranks of any number and layout read what any others have written. A
 checkpoint is written under another name and renamed at the end, so one with its final name is complete. Prompts are a pure
 function of the group's number, so the prompt position is a number, and groups in flight are generated again.
@@ -23,7 +25,7 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that r
     from stages.models import Tokenizer
 
 TRAIN, MODEL, CRITIC = "train", "model", "critic"
+PULLS = 3  # attempts to copy a checkpoint from its URL that is removed meanwhile
 LEAST_FREE = 1 << 20  # bytes; a disk with less is full
 _NAME = "step-{:08d}"
 # What is wrong with a disk for longer than a restart takes.
@@ -47,7 +50,7 @@ class CheckpointUnusable(RuntimeError):
 
 
 class DiskRefused(RuntimeError):
-    """The disk takes no checkpoint, and will not take one from a restarted worker either."""
+    """The disk, or checkpoint.url, takes no checkpoint, and will not take one from a restarted worker either."""
 
 
 class CheckpointMissing(RuntimeError):
@@ -278,15 +281,41 @@ def latest(directory: Path) -> Checkpoint | None:
     return open_checkpoint(found[-1]) if found else None
 
 
-def latest_of_run(directory: Path, known: int) -> Checkpoint | None:
-    """Returns the newest checkpoint under ``directory``, of a run whose newest one is of version ``known`` at least (0: it
-    may have none). Raises CheckpointMissing."""
+def newest(directory: Path, url: str, known: int = -1, parts: Sequence[str] = ()) -> Checkpoint | None:
+    """Returns the newest checkpoint under ``directory``, or of ``url`` where that has a newer one, or where the one here is
+    older than version ``known`` or has not all ``parts`` (default: all); from there it is copied to ``directory`` first. -1:
+    the newest is not known. ``url`` may be empty."""
     found = latest(directory)
+    lacks = found is None or found.version < known or any(not (found.path / part).exists() for part in parts)
+    if not url or (known >= 0 and not lacks):
+        return found
+    from orchestration.run.storage.store import CheckpointStore
+
+    store = CheckpointStore(url)
+    for _ in range(PULLS):
+        names = store.names()
+        if not names or (found is not None and names[-1] < found.path.name):
+            break
+        try:
+            pulled = store.pull(names[-1], directory, parts)
+        except FileNotFoundError:  # removed meanwhile, for a newer one
+            continue
+        for old in whole(directory):
+            if old.name < pulled.name and not ((old / MODEL).exists() and (old / TRAIN).exists()):
+                _remove(old)  # parts of it were copied here for an engine that had no newer one
+        return open_checkpoint(pulled)
+    return found
+
+
+def latest_of_run(directory: Path, known: int, url: str = "", parts: Sequence[str] = ()) -> Checkpoint | None:
+    """Returns the newest checkpoint under ``directory``, or at ``url``, of a run whose newest one is of version ``known`` at
+    least (0: it may have none). ``parts``: see :func:`newest`. Raises CheckpointMissing."""
+    found = newest(directory, url, known, parts) if known else latest(directory)
     if known > (found.version if found else 0):
         here = f"none newer than that of version {found.version}" if found else "none"
         raise CheckpointMissing(
             f"checkpoint: the run's newest is of version {known}, and this node ({platform.node()}) has {here} below "
-            f"{directory}; mount the run's folder here at the same path, or copy the checkpoint there"
+            f"{directory}; set checkpoint.url, mount the run's folder here at the same path, or copy the checkpoint there"
         )
     return found
 

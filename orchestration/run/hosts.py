@@ -29,10 +29,10 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, ProcessLauncher, Pulse, beat
 from orchestration.run.paths import HOST_VARIABLE, RunPaths
-from orchestration.run.run import owned_prefix, sweep_leftovers
+from orchestration.run.run import RECIPE, owned_prefix, sweep_leftovers
 from pipeline.events import ENDED
 from pipeline.first_of import first_of
-from pipeline.index.client import Index, worker_name
+from pipeline.index.client import Index, IndexUnreachable, worker_name
 from pipeline.node import node_id
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
@@ -53,16 +53,26 @@ class Host:
         self.name = worker_name("host", os.getpid())
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
+        self._index_is_heads = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until the run has ended or ``stop`` is set. Raises LookupError when the index has no such run, and ValueError
-        for an address that other nodes cannot reach."""
+        """Work until the run has ended or ``stop`` is set. Raises LookupError when the index has no such run, ValueError for
+        an address that other nodes cannot reach, and IndexUnreachable."""
+        try:
+            await self._run(stop)
+        except IndexUnreachable as lost:
+            if not self._index_is_heads:
+                raise
+            log.warning("the index has ended with the head of the run; ending", run=self._index.run, reason=str(lost))
+
+    async def _run(self, stop: asyncio.Event) -> None:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._index.close)
             recipe_json, paths_json = await self._index.get("recipe"), await self._index.get("place")
             if recipe_json is None or paths_json is None:
                 raise LookupError(f"run: {self._index.run!r} is not in this index; give the id of a run that is")
             recipe, paths = Recipe.from_json(recipe_json), RunPaths.from_json(paths_json)
+            self._index_is_heads = bool(recipe.pipeline.index_serve)
             if not remote_workers(recipe):
                 raise ValueError(
                     f"run: {self._index.run!r} starts all of its workers itself; set launch.remote_rollouts"
@@ -83,7 +93,9 @@ class Host:
             stack.push_async_callback(dock.close)
             await dock.join(recipe.pipeline.arena)
             address = await dock.serve(self._serve)
-            out = paths.out if paths.out.is_dir() else self._folder
+            has_folder = (paths.out / RECIPE).is_file()  # by a network file system
+            out = paths.out if has_folder else self._folder / self._index.run  # other runs may use the folder too
+            out.mkdir(parents=True, exist_ok=True)
             own = {"warehouse": node_id(shared), "out": str(out), "shared": str(shared)}
             method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
             launcher = ProcessLauncher(self._folder / "logs", method, environment={HOST_VARIABLE: json.dumps(own)})

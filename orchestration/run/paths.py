@@ -12,19 +12,23 @@ HOST_VARIABLE = "ASYNCDOCK_HOST"  # in a worker's environment: its warehouse and
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run's files lie: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint it resumed from."""
+    """Where a run's files lie: ``out`` on disk, ``shared`` in memory; ``start`` is the checkpoint it resumed from; ``url``:
+    where its checkpoints are copied to, "" without ``checkpoint.url``."""
 
     out: Path
     shared: Path
     start: Path | None
+    url: str = ""
 
     def to_json(self) -> str:
-        return json.dumps({"out": str(self.out), "shared": str(self.shared), "start": str(self.start or "")})
+        out, shared, start = str(self.out), str(self.shared), str(self.start or "")
+        return json.dumps({"out": out, "shared": shared, "start": start, "url": self.url})
 
     @classmethod
     def from_json(cls, text: str) -> RunPaths:
         data = json.loads(text)
-        return cls(Path(data["out"]), Path(data["shared"]), Path(data["start"]) if data["start"] else None)
+        start = Path(data["start"]) if data["start"] else None
+        return cls(Path(data["out"]), Path(data["shared"]), start, data.get("url", ""))
 
     def at_host(self) -> tuple[RunPaths, str]:
         """Returns the folders as a worker in this process finds them, and the warehouse that it writes to: those of its

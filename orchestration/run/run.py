@@ -53,8 +53,8 @@ from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import CHECKPOINT_REPORTED
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import EVALUATED, Index, IndexUnreachable
-from pipeline.index.embedded import EmbeddedIndex
+from pipeline.index.client import EVALUATED, OWN_ADDRESS, Index, IndexUnreachable
+from pipeline.index.embedded import Address, EmbeddedIndex, served_by_tls
 from pipeline.node import process_space
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.flow.graph import document
@@ -63,6 +63,9 @@ from stages.threads import run_in_thread
 log = structlog.get_logger()
 
 RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
+FIRST_ID = (
+    "first-id"  # in the run's folder: the id of the run that began in it, by which checkpoint.url has a folder for it
+)
 BEGUN_IN = "begun-in"  # in the run's folder: the working directory of its command, for modules that the recipe names
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
@@ -100,7 +103,7 @@ class Run:
         self.shared = shared_memory_directory() / f"{owned_prefix(os.getpid())}{self.id}"
         if hosted:  # a runner that takes the run over must find its memory
             self.shared = shared_of(self.out_dir)
-        self._hosted, self._lock = bool(hosted), lock
+        self._hosted, self._lock, self._store_url = bool(hosted), lock, ""
         self.evaluated: int | None = (
             None  # the newest version that was, of a resumed run; None: the one before its start
         )
@@ -143,9 +146,9 @@ class Run:
         lock = lock_run(out_dir)
         try:
             _refuse_hosted(out_dir)
-            start = checkpoint.latest(out_dir / "checkpoints")
             if overrides:
                 recipe = change_recipe(recipe, overrides).with_absolute_paths()
+            start = checkpoint.newest(out_dir / "checkpoints", _store_url(recipe, out_dir))
             if start is not None and (done := start.nothing_left(recipe.train.steps)):
                 raise RunError(f"run: {out_dir} {done}; for more, --set train.steps=…")
             if overrides:
@@ -160,7 +163,8 @@ class Run:
         """Returns the run ``run`` of a service, which another runner may have begun in ``out_dir``."""
         out_dir.mkdir(parents=True, exist_ok=True)
         write_private(out_dir / RECIPE, recipe.to_json())
-        return cls(recipe, out_dir, checkpoint.latest(out_dir / "checkpoints"), hosted=run)
+        start = checkpoint.newest(out_dir / "checkpoints", _store_url(recipe, out_dir, run))
+        return cls(recipe, out_dir, start, hosted=run)
 
     async def host(self, url: str, stop: asyncio.Event | None = None) -> Outcome:
         """Run to the end in the index at ``url``, from wherever the run stands. Its samples stay in shared memory and in the
@@ -204,9 +208,16 @@ class Run:
             return await self._work(self.recipe.pipeline.index, stop, launcher)
         data = self.out_dir / "index"
         shutil.rmtree(data, ignore_errors=True)
-        self.server = EmbeddedIndex(data, socket=sockets / "index.sock")
+        pipeline, address = self.recipe.pipeline, None
+        tls = pipeline.tls_contexts()
+        if pipeline.index_serve:
+            address = await asyncio.to_thread(
+                Address.parse, pipeline.index_serve, pipeline.tls_authority if tls else ""
+            )
+        self.server = EmbeddedIndex(data, socket=sockets / "index.sock", address=address)
         await self._start_index(self.server)
-        outcome, _ = await first_of(self._work(self.server.url, stop, launcher), self._keep_index(self.server))
+        async with served_by_tls(self.server, tls[0]) if tls and address else contextlib.nullcontext():
+            outcome, _ = await first_of(self._work(self.server.url, stop, launcher), self._keep_index(self.server))
         return cast(Outcome, outcome)
 
     async def _start_index(self, server: EmbeddedIndex) -> None:
@@ -252,7 +263,8 @@ class Run:
         self._index = Index(url, self.id)
         await self._prepare(self._index)
         # For programs that watch the run. The URL may hold a password.
-        where = {"index": url, "run": self.id, "hosted": self._hosted}
+        address = self.server.address if self.server is not None else None
+        where = {"index": url, "run": self.id, "hosted": self._hosted, "join": address.url if address else url}
         write_private(self.out_dir / WHERE, json.dumps(where))
         self._up.set()
         for notice in notices_of(self.recipe):
@@ -310,6 +322,9 @@ class Run:
     async def _prepare(self, index: Index) -> None:
         # It imports torch, for seconds in which the loop would hear no signal.
         await run_in_thread(lambda: importlib.import_module("pipeline.columns"), "imports")
+        self._store_url = _store_url(self.recipe, self.out_dir, self.id)
+        if self._store_url:
+            await asyncio.to_thread(_prepare_store, self._store_url, self.start, self.recipe.checkpoint.keep)
         flow = flow_of(self.recipe)
         config = flow.config(self.recipe.staleness_plan)
         counters, remake, rates = {"published": 0, "trained": 0, "admitted": 0}, list[int](), ""
@@ -322,7 +337,7 @@ class Run:
             if (
                 self.start is None
             ):  # not in silence from the beginning, on a machine that does not have the run's folder
-                checkpoint.latest_of_run(self.out_dir / "checkpoints", reported)
+                checkpoint.latest_of_run(self.out_dir / "checkpoints", reported, self._store_url)
             elif self.begins < reported:
                 log.warning(
                     "the newest checkpoint is gone; going on from an older one", newest=reported, at=self.begins
@@ -343,11 +358,13 @@ class Run:
             await index.put_once(EVALUATED, str(newest))
             shutil.rmtree(self.shared, ignore_errors=True)
             self.shared.mkdir(parents=True, mode=0o700)
-        place = RunPaths(self.out_dir, self.shared, self.start.path if self.start else None)
+        place = RunPaths(self.out_dir, self.shared, self.start.path if self.start else None, self._store_url)
         await index.put("recipe", self.recipe.to_json())
         await index.put("flow", json.dumps(document(flow)))
         await (index.put_once if begun else index.put)("place", place.to_json())
         await index.put_once("secret", secrets.token_hex(32))  # its nodes prove with it that they are of this run
+        if self.server is not None and self.server.address is not None:
+            await index.put(OWN_ADDRESS, self.server.address.host)
         await index.transition([""], "created")
 
     def _launcher(self) -> Launcher:
@@ -357,6 +374,28 @@ class Run:
         # vLLM brings processes and threads of its own, and has not been tried in a fork.
         method = SPAWN if self.recipe.rollout.engine == "vllm" else launch.start_method
         return ProcessLauncher(self.out_dir / "logs", method, self.forks, assign(self.recipe, on_this_node()))
+
+
+def _store_url(recipe: Recipe, out_dir: Path, run: str = "") -> str:
+    """Returns where the checkpoints of the run in ``out_dir`` are copied to; "" when they are not. The folder there has the
+    id of the first run in ``out_dir``: that is ``run`` where none is known yet, and "" is returned without both."""
+    if not recipe.checkpoint.url:
+        return ""
+    with contextlib.suppress(FileNotFoundError):
+        run = (out_dir / FIRST_ID).read_text()
+    if run:
+        (out_dir / FIRST_ID).write_text(run)
+    return f"{recipe.checkpoint.url.rstrip('/')}/{run}" if run else ""
+
+
+def _prepare_store(url: str, start: Checkpoint | None, keep: int) -> None:
+    """Check that checkpoints can be copied to ``url``, and copy there the one that the run begins with."""
+    from orchestration.run.storage.store import CheckpointStore
+
+    store = CheckpointStore(url)
+    store.probe()
+    if start is not None and start.path.name not in store.names():
+        store.push(start.path, keep)
 
 
 def _refuse_used(out_dir: Path, lock: BinaryIO | None = None) -> None:

@@ -26,9 +26,14 @@ local function call(...) return redis.call(...) end
 local function wake(all) call('XADD', all .. 'wake:runs', 'MAXLEN', 1, '*', 'x', 1) end
 local function field(all, id, name) return call('HGET', all .. 'run:' .. id, name) end
 
+-- As in pipeline/index/lua/base.lua: it does not go back with the server's clock.
+local last, behind = 0, 0
 local function now()
   local t = call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
+  t = t[1] * 1000 + math.floor(t[2] / 1000)
+  if t < last then behind = behind + last - t end
+  last = t
+  return t + behind
 end
 
 -- All that is kept of a run; `position` in the queue while it waits, `left` of its lease in ms while it is active.

@@ -69,7 +69,8 @@ class Runner:
         state, reason = "failed", ""
         try:
             record = await self.registry.get(self.run)
-            run = Run.hosted(Recipe.model_validate(record.recipe), Path(record.folder), self.run)
+            recipe = Recipe.model_validate(record.recipe)
+            run = await asyncio.to_thread(Run.hosted, recipe, Path(record.folder), self.run)
             run.forks = self._forks
             following = asyncio.create_task(self._follow(run))
             try:

@@ -30,7 +30,7 @@ class Calls:
     """Calls on the index of one run at ``where``: the URL of its server, or a :class:`Link` shared with other indexes.
     ``timeout`` is the deadline of one call in seconds, for a link of its own."""
 
-    def __init__(self, where: str | Link, run: str, *, timeout: float = 30.0) -> None:
+    def __init__(self, where: str | Link, run: str, *, timeout: float = 60.0) -> None:
         self._link = where if isinstance(where, Link) else Link(where, timeout=timeout, shares_waits=False)
         self._shared = isinstance(where, Link)
         self.url, self.run, self.timeout = self._link.url, run, self._link.timeout
@@ -58,8 +58,12 @@ class Calls:
         return await self._link.own_address()
 
     async def load(self, library: str | None = None) -> None:
-        """Put the function library, or another one, on the server (replacing another version of it)."""
-        await self._redis.function_load(library or _library(), replace=True)
+        """Put the function library, or another one, on the server (replacing another version of it). The same one stays: it
+        remembers the time."""
+        code = library or _library()
+        name = code.partition("\n")[0].rpartition("=")[2]
+        if not any(code.encode() in found for found in await self._redis.function_list(name, withcode=True)):
+            await self._redis.function_load(code, replace=True)
 
     async def call(self, function: str, /, **arguments: Any) -> Any:
         """Call a server-side function by its name, for the class that owns it: everything else calls a typed method.

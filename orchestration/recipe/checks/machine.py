@@ -10,12 +10,14 @@ is imported only to ask its engines whether they can run a model of the user's.
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
@@ -34,6 +36,8 @@ from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
+from pipeline.index.embedded import Address
+from pipeline.index.link import redacted
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
@@ -349,6 +353,26 @@ def disk_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]
         yield problem(recipe, "pipeline.keep_samples", f"is {format_size(samples)}, and {room}{beside}", fix)
 
 
+@machine_check("checkpoint.url")
+def checkpoints_can_be_copied(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if not (url := recipe.checkpoint.url):
+        return
+    if "@" in urlsplit(url).netloc:
+        wrong = "may hold a password, and recipes are shown"
+        yield Problem(
+            "checkpoint.url", redacted(url), wrong, "give credentials by the environment of the scheme's library"
+        )
+        return
+    from fsspec.core import split_protocol
+    from fsspec.registry import get_filesystem_class
+
+    try:
+        get_filesystem_class(split_protocol(url)[0])
+    except (ValueError, ImportError) as error:
+        fix = "use a path, or s3:// with `pip install 'asyncdock[s3]'`"
+        yield problem(recipe, "checkpoint.url", f"cannot be used ({error})", fix)
+
+
 @machine_check("pipeline.arena")
 def shared_memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     memory, arena = shared_memory_directory(), recipe.pipeline.arena
@@ -371,6 +395,19 @@ def warehouse_can_be_served(recipe: Recipe, environment: Environment) -> Iterato
         wrong = f"cannot be listened on ({error})"
         fix = "give a name or an address of this machine, without a port: a free one is taken"
         yield problem(recipe, "pipeline.serve", wrong, fix)
+
+
+@machine_check("pipeline.index_serve")
+def index_can_be_served(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    if not environment.devices or not (text := recipe.pipeline.index_serve):
+        return
+    try:
+        host = Address.parse(text).host
+        if any(ipaddress.ip_address(found[4][0]).is_unspecified for found in socket.getaddrinfo(host, 0)):
+            raise ValueError("it stands for all addresses of this machine")
+    except (OSError, ValueError) as error:
+        fix = "give an address of this machine that leads here from the others, with or without a free port"
+        yield problem(recipe, "pipeline.index_serve", f"cannot be listened on ({error})", fix)
 
 
 def free_bytes(folder: Path) -> int | None:

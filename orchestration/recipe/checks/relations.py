@@ -15,6 +15,7 @@ from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, CriticSection, TrainSection
 from orchestration.recipe.values import format_size
+from pipeline.index.link import redacted
 from pipeline.staleness import passing_steps
 
 
@@ -145,7 +146,14 @@ def arena_has_room(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "pipeline.arena", wrong, fix)
 
 
-@check("pipeline.serve", "sync.transport", *(f"pipeline.{name}" for name in TLS_FILES))
+@check("pipeline.index_serve", "pipeline.index")
+def the_index_that_is_served_is_the_runs_own(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.pipeline.index_serve and recipe.pipeline.index != "embedded":
+        wrong = f"is for an embedded index, and pipeline.index = {redacted(recipe.pipeline.index)!r}"
+        yield problem(recipe, "pipeline.index_serve", wrong, "take one of the two out")
+
+
+@check("pipeline.serve", "pipeline.index_serve", "sync.transport", *(f"pipeline.{name}" for name in TLS_FILES))
 def tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
     files = {f"pipeline.{name}": getattr(recipe.pipeline, name) for name in TLS_FILES}
     if not any(files.values()):
@@ -155,7 +163,7 @@ def tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, value, "is missing", f"give all of {', '.join(files)}, or none for no TLS")
         elif not os.path.isfile(value):
             yield Problem(key, value, "is no file", "give the path of a PEM file")
-    if not recipe.pipeline.serve and recipe.sync.transport != "collective":
+    if not recipe.pipeline.serve and not recipe.pipeline.index_serve and recipe.sync.transport != "collective":
         wrong = "is empty: no other node connects, so that TLS protects nothing"
         yield problem(
             recipe, "pipeline.serve", wrong, "set pipeline.serve to this node's address, or take the tls_ keys out"
@@ -389,7 +397,7 @@ def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
 
 @check(
     *("launch.remote_rollouts", "launch.launcher", "launch.placement", "external"),
-    *("rollout.workers", "pipeline.index", "pipeline.serve", "sync.transport", "sync.serve"),
+    *("rollout.workers", "pipeline.index", "pipeline.index_serve", "pipeline.serve", "sync.transport", "sync.serve"),
 )
 def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
     launch, pipeline, sync = recipe.launch, recipe.pipeline, recipe.sync
@@ -403,8 +411,8 @@ def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "launch.remote_rollouts", wrong, "lower it, or set rollout.workers")
     if launch.launcher != "process":
         yield problem(recipe, "launch.launcher", f"has one process, but {where}", "set launch.launcher = 'process'")
-    if not pipeline.index.startswith(("redis://", "rediss://")):
-        fix = "set the redis:// or rediss:// URL of a server that all machines reach"
+    if not pipeline.index.startswith(("redis://", "rediss://")) and not pipeline.index_serve:
+        fix = "set pipeline.index_serve, or the redis:// or rediss:// URL of a server that all machines reach"
         yield problem(recipe, "pipeline.index", f"is on this machine alone, but {where}", fix)
     if not pipeline.serve:
         fix = "set pipeline.serve = '0.0.0.0', or the address of this machine"

@@ -36,7 +36,7 @@ class CriticJob(Job):
         self.resources.callback(engine.close)
         self._writer = checkpoint.Writer(engine, self.number)
         self.resources.push_async_callback(self._writer.close)
-        found = await self.newest_checkpoint()
+        found = await self.newest_checkpoint(checkpoint.CRITIC)
         if found is not None:
             await asyncio.to_thread(found.load_into, engine, checkpoint.CRITIC)
         version = found.version if found else 0

@@ -112,10 +112,11 @@ class Job:
     def tokenizer(self) -> Tokenizer:
         return tokenizer_of(self.recipe)
 
-    async def newest_checkpoint(self) -> Checkpoint | None:
-        """The run's newest checkpoint; None where it has none. Raises CheckpointMissing where this node does not have it."""
-        reported = int(await self.index.get(CHECKPOINT_REPORTED) or 0)
-        return await asyncio.to_thread(checkpoint.latest_of_run, self.paths.checkpoints, reported)
+    async def newest_checkpoint(self, *parts: str) -> Checkpoint | None:
+        """The run's newest checkpoint, with ``parts`` on this node at least; None where the run has none. Raises
+        CheckpointMissing where neither this node nor ``checkpoint.url`` has it."""
+        reported, paths = int(await self.index.get(CHECKPOINT_REPORTED) or 0), self.paths
+        return await asyncio.to_thread(checkpoint.latest_of_run, paths.checkpoints, reported, paths.url, parts)
 
     async def meet(self, rank_group: RankGroup) -> Store:
         """Returns the store in which the ranks of ``rank_group`` find each other: rank 0 serves it, and its first order says

@@ -10,8 +10,10 @@ from dataclasses import replace
 from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.planner import prompt_limits
 from orchestration.run.builders.job import Job, Work
+from orchestration.run.checkpoint import MODEL
 from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, swaps_at_once, weight_reader
 from pipeline.events import AlarmEvent
+from stages.adapters.export import ADAPTER
 from stages.engines.protocols import RolloutEngine, TokenizingEngine
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import load_prompts
@@ -28,7 +30,8 @@ class RolloutJob(Job):
     async def build(self) -> None:
         recipe, worker = self.recipe, f"rollout-{self.number}"
         # The checkpoint that the run resumed from may have been removed for newer ones; any of them will do to begin with.
-        start = await self.newest_checkpoint() if self.paths.start else None
+        parts = (MODEL, ADAPTER) if recipe.adapters else (MODEL,)
+        start = await self.newest_checkpoint(*parts) if self.paths.start else None
         make = functools.partial(
             rollout_engine,
             recipe,

@@ -91,7 +91,7 @@ class UpdateJob(Job):
         self._saving.set_result(None)
         self._writer = checkpoint.Writer(self.engine, self.number)
         self.resources.push_async_callback(self._end_writing)
-        self.checkpoint = await self.newest_checkpoint()
+        self.checkpoint = await self.newest_checkpoint(checkpoint.TRAIN)
         self._saved = 0  # version of the newest checkpoint, which may not be whole yet
         self._answered = ""  # the last request that a checkpoint was begun for
         if self.checkpoint is not None:
@@ -117,6 +117,7 @@ class UpdateJob(Job):
         recipe, found, self._spans = self.recipe, self.checkpoint, Spans()
         if found is not None and found.path != self.paths.start:
             if found.version > int(await self.index.get(CHECKPOINT_REPORTED) or 0):
+                await self._push(found)
                 await self._report(found, requested=False)  # its writer was killed before it could emit the event
             await self.index.release_steps(found.version)
         self.stage = Update(
@@ -203,6 +204,7 @@ class UpdateJob(Job):
                     await self.critic.until_saved()
                 keep = self.recipe.checkpoint.keep
                 written = await asyncio.to_thread(checkpoint.finish, folder, self.tokenizer, version, point, keep)
+                await self._push(written)
             await self._report(written, bool(request), exposed, time.monotonic() - began)
             if request:
                 await self.index.put(CHECKPOINT_WRITTEN, request)
@@ -223,6 +225,17 @@ class UpdateJob(Job):
             if refused is not None:
                 raise refused from error
             raise
+
+    async def _push(self, written: Checkpoint) -> None:
+        """Copy a checkpoint to ``checkpoint.url``, if there is one. Raises DiskRefused."""
+        if self.paths.url:
+            from orchestration.run.storage.store import CheckpointStore, StoreRefused
+
+            try:
+                store = await asyncio.to_thread(CheckpointStore, self.paths.url)
+                await asyncio.to_thread(store.push, written.path, self.recipe.checkpoint.keep)
+            except StoreRefused as refused:
+                raise checkpoint.DiskRefused(str(refused)) from refused
 
     async def _end_writing(self) -> None:
         """What was begun ends, so that nothing writes beside a next process of this worker."""

@@ -72,9 +72,14 @@ local function call(...) return redis.call(...) end
 local function int(text) return tonumber(text or 0) or 0 end
 local function fail(code, text) error(code .. ' ' .. text, 0) end
 
+-- The server's time in ms. It goes on from where it was when the clock is set back: leases would last as much longer.
+local last, behind = 0, 0
 local function now()
   local t = call('TIME')
-  return t[1] * 1000 + floor(t[2] / 1000)
+  t = t[1] * 1000 + floor(t[2] / 1000)
+  if t < last then behind = behind + last - t end
+  last = t
+  return t + behind
 end
 
 local function config(run)

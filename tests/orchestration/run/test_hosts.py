@@ -12,9 +12,11 @@ import pytest
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.kinds import remote_workers, workers_of
+from orchestration.run.run import Run
 from pipeline.index.client import Index
 from tests.machines import two_machines
 from tests.orchestration.runs import MOCK, recipe
+from tests.servers import self_signed
 
 PAGE = Path(__file__).parents[3] / "docs" / "two-machines.md"
 REMOTE: dict[str, Any] = {
@@ -35,7 +37,7 @@ def events(out: Path, kind: str) -> list[dict[str, Any]]:
     return [event["data"] for event in map(json.loads, lines) if event["kind"] == kind]
 
 
-def until(condition: Any, seconds: float = 90.0) -> None:
+def until(condition: Any, seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not in time"
@@ -43,30 +45,29 @@ def until(condition: Any, seconds: float = 90.0) -> None:
 
 
 def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path: Path) -> None:
-    """Both machines have the same host name. The host has nothing of the run's folder."""
-    out = tmp_path / "out"
+    """Both machines have the same host name. The run began on the head alone; the host has nothing of the run's folder, and
+    reads the checkpoint at its URL. The index is the head's own, and all that they exchange is inside TLS."""
+    out, store = tmp_path / "out", tmp_path / "store"
+    store.mkdir()
+    begun = asyncio.run(Run.create(recipe(MOCK, train__steps=3, checkpoint__url=str(store)), out).execute())
+    assert begun.state == "finished", begun.reason
     with two_machines(tmp_path) as machines:
-        of = recipe(MOCK, **{**REMOTE, "pipeline__index": machines.url}, train__steps=5000, launch__max_restarts=100)
-        (tmp_path / "recipe.json").write_text(of.to_json())
+        pem = self_signed(tmp_path, machines.address(0), machines.address(1))
+        keys = {**REMOTE, "pipeline__index": "embedded", "pipeline__index_serve": machines.address(0)}
+        keys |= {"pipeline__tls_certificate": pem / "cert.pem", "pipeline__tls_key": pem / "key.pem"}
+        keys |= {"pipeline__tls_authority": pem / "cert.pem", "train__steps": 5000, "launch__max_restarts": 100}
+        changes = [part for key, value in keys.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
         with (tmp_path / "head.log").open("w") as log:
-            head = machines.start(
-                0,
-                "api.cli.main",
-                "run",
-                str(tmp_path / "recipe.json"),
-                "--out",
-                str(out),
-                "--plain",
-                stdout=log,
-                stderr=log,
-            )
-            until(lambda: (out / "index.json").exists())
-            run = json.loads((out / "index.json").read_text())["run"]
+            command = ("resume", str(out), "--plain", *changes)
+            head = machines.start(0, "api.cli.main", *command, stdout=log, stderr=log)
+            until(lambda: (out / "index.json").exists() or head.poll() is not None)
+            where = json.loads((out / "index.json").read_text())
+            run = where["run"]
 
             def host(number: int) -> Any:
                 folder = str(tmp_path / f"host-{number}")
                 with (tmp_path / f"host-{number}.log").open("w") as own:
-                    command = ("host", "--join", machines.url, "--run", run, "--data", folder)
+                    command = ("host", "--join", where["join"], "--run", run, "--data", folder)
                     return machines.start(1, "api.cli.main", *command, hidden=[out], stdout=own, stderr=own)
 
             def ready() -> int:
@@ -75,19 +76,22 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
 
             first = host(1)
             until(lambda: ready() == 1 and len(events(out, "step")) > 3)
-            assert asyncio.run(warehouses(machines.near, run)) == 2
+            assert asyncio.run(warehouses(where["index"], run)) == 2
+            pulled = list((tmp_path / "host-1" / run / "checkpoints").glob("step-*"))
+            parts = [sorted(path.name for path in found.iterdir()) for found in pulled]
+            assert parts == [["model", "run.json"]], "what its engine needs"
             first.kill()
             second = host(2)
             until(lambda: ready() == 2)
             made = len(events(out, "step"))
             until(lambda: len(events(out, "step")) > made + 3)
-            asyncio.run(stop(machines.near, run))
+            asyncio.run(stop(where["index"], run))
             head.wait(60)
             second.wait(60)
         steps = [event["step"] for event in events(out, "step")]
-        assert steps == list(range(len(steps))), (tmp_path / "head.log").read_text()
+        assert steps == list(range(3, 3 + len(steps))), (tmp_path / "head.log").read_text()
         groups = sorted(group for event in events(out, "step") for group in event["groups"])
-        assert groups == list(range(len(groups))), "each group was trained once"
+        assert groups == list(range(12, 12 + len(groups))), "each group was trained once"
         changes = [e["change"] for e in events(out, "worker") if e["worker"] == "rollout-1"]
         assert changes.count("died") == changes.count("restarted") == 1
         assert second.returncode == 0, (tmp_path / "host-2.log").read_text()
@@ -114,7 +118,7 @@ def test_the_last_rollout_workers_are_remote() -> None:
     [
         ({"launch__remote_rollouts": 3}, r"launch\.remote_rollouts = 3: is more than rollout\.workers = 2"),
         ({"launch__launcher": "inline"}, r"launch\.launcher = .*has one process"),
-        ({"pipeline__index": "embedded"}, r"pipeline\.index = .*is on this machine alone"),
+        ({"pipeline__index": "embedded"}, r"pipeline\.index = .*is on this machine alone.*set pipeline\.index_serve"),
         ({"pipeline__serve": ""}, r"pipeline\.serve = .*is empty, but other machines start workers"),
         ({"sync__transport": "shared_memory"}, r"sync\.transport = .*is the memory of one machine"),
         ({"sync__serve": "127.0.0.1"}, r"sync\.serve = .*is reached from this machine alone"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -12,11 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import redis.asyncio
+
 from api.cli.service.why import chain_of_folder
 from orchestration.guard.waiting import Wait, waiting_chain
 from orchestration.run.run import Run
+from pipeline.index.client import Index
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
-from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
+from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
+from tests.pipeline.index.test_leases import with_a_clock_that_can_be_set
 
 HANG = 1.5  # s
 TESTS = Path(__file__).parents[2]
@@ -93,4 +98,66 @@ async def test_a_rank_that_hangs_in_a_collective_is_ended_with_its_group_for_one
         result = await work
     assert result.state == "finished", result.reason
     assert "launch.hang_timeout" in reasons(watched)["update-1"]
+    assert_each_sample_once(of, watched)
+
+
+async def test_an_engine_that_stays_paused_after_an_update_is_named_with_the_chain_and_restarted(
+    tmp_path: Path,
+) -> None:
+    """Its process is alive, and renews its leases."""
+    options = {"once": str(tmp_path / "once")}
+    changes: dict[str, Any] = {
+        "launch__launcher": "process",
+        "launch__hang_timeout": 10.0,
+        "launch__stall_timeout": 2.0,
+    }
+    engine = {
+        "rollout__engine": "tests.orchestration.stalling:paused",
+        "rollout__options": options,
+        "rollout__mock": {},
+    }
+    of = recipe(MOCK, train__steps=8, **changes, **engine)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        result = await asyncio.wait_for(work, 90)
+    assert result.state == "finished", result.reason
+    reason = reasons(watched)["rollout-0"]
+    assert "no progress of the run for launch.stall_timeout = 2 s: step " in reason
+    assert re.search(
+        r"stage rollout waits for \d\.\d s for rollout-0, which holds them ← rollout-0 waits for its own work", reason
+    )
+    assert_each_sample_once(of, watched)
+
+
+async def test_an_index_that_is_paused_and_a_clock_that_is_set_back_make_nobody_silent(tmp_path: Path) -> None:
+    """The pause is longer than a lease, and longer than a worker may be silent."""
+    of = recipe(
+        MOCK, train__steps=24, launch__launcher="process", launch__hang_timeout=HANG, pipeline__lease_seconds=1.0
+    )
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 2)
+        assert watched.run.supervisor is not None
+        index = watched.run.supervisor.index
+        async with redis.asyncio.Redis.from_url(index.url) as server:
+            await server.set("shift", 0)
+            await index.load(with_a_clock_that_can_be_set())
+            await watched.until(lambda: len(watched.of("step")) >= 6)
+            await server.set("shift", -3600)
+            await watched.until(lambda: len(watched.of("step")) >= 10)
+            await server.client_pause(int(2000 * HANG))
+        result = await asyncio.wait_for(work, 90)
+    assert result.state == "finished", result.reason
+    assert reasons(watched) == {}, "no worker died"
+    assert_each_sample_once(of, watched)
+    assert Index(index.url, "any").timeout > 30, "calls wait longer than a pause of 30 s"
+
+
+async def test_a_run_goes_over_the_ends_of_epochs_and_ends_with_one(tmp_path: Path) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"repeat {n}", "answer": "aa"}) + "\n" for n in range(8)))
+    prompts = {"source": "jsonl", "path": str(rows), "max_prompt_tokens": 16, "held_out": 0.0}
+    of = recipe({**MOCK, "prompts": prompts}, train__steps=6, train__groups_per_step=4, pipeline__staleness=2)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    ended = [event["epochs"] for event in watched.of("prompt") if event["change"] == "epoch"]
+    assert list(ended[-1].values()) == [3], "24 groups are three epochs of 8 prompts"
     assert_each_sample_once(of, watched)

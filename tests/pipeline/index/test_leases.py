@@ -6,8 +6,11 @@ from copy import copy
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 import torch
 
+from pipeline.index.calls import _library
+from pipeline.index.claims import Nothing
 from pipeline.index.client import Claim, Index, LeaseLost
 from pipeline.warehouse.dock import Dock
 from tests.pipeline.warehouse.test_dock import COUNTERS, SCHEMA, admit, config, respond
@@ -107,3 +110,36 @@ async def test_tokens_are_random_and_no_status_shows_them(dock: Dock) -> None:
         await assert_untouched(dock, disguised(first, token=guess))
     await respond(dock, first)
     await respond(dock, second)
+
+
+async def test_a_clock_that_is_set_back_an_hour_makes_no_lease_longer(index: Index, tmp_path: Path) -> None:
+    """The server's clock, as the library reads it, is moved by the key ``shift``, in seconds."""
+    await index.init(config(), COUNTERS)
+    async with redis.asyncio.Redis.from_url(index.url) as server:
+        await server.set("shift", 0)
+        await index.load(with_a_clock_that_can_be_set())
+        try:
+            dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
+            await dock.join(1 << 20)
+            await admit(dock, range(1))
+            lost = await claim(dock, "", lease=0.3)
+            await server.set("shift", -3600)
+            found = await index.claim("rollout", "w", 1, 60.0, 0, dock.home)
+            assert isinstance(found, Nothing)
+            assert found.due is not None
+            assert found.due < 0.4, "a claim knows when the lease ends"
+            await index.wait("rollout", found.wait, found.due)
+            again = await claim(dock, "")
+            assert again.row.tolist() == lost.row.tolist()
+            assert (await index.take_swap_turn("a", most=1, lease=0.1)).granted
+            await server.set("shift", -7200)
+            turn = await index.take_swap_turn("b", most=1, lease=0.1)
+            assert turn.granted or turn.due < 0.2
+        finally:
+            await server.delete("shift")
+            await index.load()
+
+
+def with_a_clock_that_can_be_set() -> str:
+    set_by_key = "local t = call('TIME')\n  t[1] = t[1] + int(call('GET', 'shift'))"
+    return _library().replace("local t = call('TIME')", set_by_key)

@@ -241,6 +241,15 @@ def test_only_listed_servers_are_asked_as_teachers() -> None:
     assert list(found) == ["teacher.url"], "it is not asked, and no key is looked up"
 
 
+def test_checkpoints_are_copied_only_to_listed_places(tmp_path: Path) -> None:
+    """`checkpoint.url` may be any folder that the server can write to."""
+    place = str(tmp_path)
+    for other in (place, f"{place}/below", f"file://{place}/..", "memory://x", ["x"]):
+        assert "checkpoint.url" in refused(recipe(), {"checkpoint.url": other}, allow_checkpoints={f"file://{place}"})
+    given = Settings(data=Path(), allow_checkpoints=frozenset([f"file://{place}"]))
+    assert accept(given, recipe(), {"checkpoint.url": f"file://{place}"}).checkpoint.url == f"file://{place}"
+
+
 def test_a_deep_recipe_is_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100):

@@ -1,0 +1,1 @@
+"""Where checkpoints are kept beside the folder of the run."""

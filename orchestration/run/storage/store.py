@@ -1,0 +1,151 @@
+"""Checkpoints at a URL that all machines of a run reach: any scheme of fsspec, such as s3://bucket/runs.
+
+    trainer: checkpoints/step-00000020/ on its disk ─▶ push: each file ─▶ URL/step-00000020/files.json, the last one
+    others:  files.json ─▶ pull: the parts that they read ─▶ checkpoints/step-00000020/ on their disk
+
+A checkpoint exists at the URL while its files.json does, which lists the files with their sizes. Credentials come from the
+environment, as the library of the scheme reads them. fsspec is imported when a store is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import stamina
+
+from orchestration.run.lock import RunError
+from pipeline.locks import locked
+
+FILES = "files.json"
+STATE = "run.json"
+PUSH_SECONDS = 300.0  # for which a store that refuses is tried again, beside training
+PULL_SECONDS = 3600.0  # for which another process of this machine may be reading the same checkpoint
+LASTING = (FileNotFoundError, PermissionError, ImportError)  # no such bucket, no right to write, no library
+
+
+class StoreRefused(RuntimeError):
+    """The URL of checkpoints takes none, and has not for :data:`PUSH_SECONDS`."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run below ``url``. Its methods block. Other errors than the named ones are those of the
+    scheme's library."""
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self.url = url
+        # Other processes write and remove: no listing is remembered.
+        self._files, self._root = url_to_fs(url, use_listings_cache=False)
+        self._is_local = bool(getattr(self._files, "local_file", False))
+
+    def probe(self) -> None:
+        """Write and remove a file. Raises RunError with what to do."""
+        path = f"{self._root}/.writable"
+        try:
+            self._make_folder(self._root)
+            self._files.pipe_file(path, b"")
+            self._files.rm_file(path)
+        except Exception as error:
+            raise RunError(
+                f"checkpoint.url: {self.url} cannot be written ({type(error).__name__}: {error}); check that its folder or "
+                "bucket exists, and this machine's rights and credentials"
+            ) from error
+
+    def _make_folder(self, path: str) -> None:
+        """Make a folder in one that exists: neither a bucket, nor what should have been mounted."""
+        with contextlib.suppress(FileExistsError):
+            self._files.mkdir(path, create_parents=False)
+
+    def names(self) -> list[str]:
+        """Returns the folders of the complete checkpoints, oldest first."""
+        found = self._files.glob(f"{self._root}/step-*/{FILES}")
+        return sorted(PurePosixPath(path).parent.name for path in found)
+
+    def push(self, checkpoint: Path, keep: int) -> None:
+        """Copy the folder ``checkpoint`` to the URL, in the place of one of this name, and remove all but the newest
+        ``keep`` there. Tried again while the store refuses; raises StoreRefused when it goes on."""
+
+        def passing(error: Exception) -> bool:
+            return not isinstance(error, LASTING)
+
+        try:
+            for attempt in stamina.retry_context(passing, attempts=None, timeout=PUSH_SECONDS, wait_max=10.0):
+                with attempt:
+                    self._push(checkpoint)
+                    for old in self.names()[:-keep]:
+                        self._remove(old)
+        except Exception as error:
+            raise StoreRefused(
+                f"checkpoint: {checkpoint.name} cannot be copied to checkpoint.url = {self.url} ({type(error).__name__}: "
+                f"{error}); `asyncdock resume` copies it when that is mended"
+            ) from error
+
+    def _push(self, checkpoint: Path) -> None:
+        files = {path.relative_to(checkpoint).as_posix(): path for path in checkpoint.rglob("*") if path.is_file()}
+        root = f"{self._root}/{checkpoint.name}"
+        self._remove(checkpoint.name)
+        for folder in sorted({str(parent) for name in files for parent in PurePosixPath(name).parents}):
+            self._make_folder(f"{root}/{folder}".removesuffix("/."))
+        targets = [f"{root}/{name}" for name in files]
+        self._files.put([str(path) for path in files.values()], targets)
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        partial = f"{root}/.{FILES}" if self._is_local else f"{root}/{FILES}"  # an object appears whole
+        self._files.pipe_file(partial, json.dumps(sizes).encode())
+        if self._is_local:
+            for path in (*targets, partial, root):
+                _sync(path)
+            self._files.mv(partial, f"{root}/{FILES}")
+            _sync(root)
+
+    def _remove(self, name: str) -> None:
+        """Remove a checkpoint, which stops to exist at once."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{name}/{FILES}")
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(f"{self._root}/{name}", recursive=True)
+
+    def pull(self, name: str, directory: Path, parts: Sequence[str] = ()) -> Path:
+        """Copy ``parts`` (default: all) of the checkpoint ``name`` to its folder below ``directory``, unless they are there,
+        and return that folder. A part has its name once it is whole. Raises FileNotFoundError when the checkpoint is not, or
+        no longer, at the URL."""
+        target = directory / name
+        directory.mkdir(parents=True, exist_ok=True)
+        with locked(directory / ".pull.lock", wait=PULL_SECONDS):
+            for left in directory.glob(".pull-*"):  # of a killed process
+                shutil.rmtree(left)
+            sizes = json.loads(self._files.cat_file(f"{self._root}/{name}/{FILES}"))
+            partial = directory / f".pull-{uuid.uuid4().hex}"
+            found = {file.partition("/")[0] for file in sizes} - {STATE}
+            lacking = [part for part in (*sorted(found & {*(parts or found)}), STATE) if not (target / part).exists()]
+            wanted = {file: size for file, size in sizes.items() if file.partition("/")[0] in lacking}
+            for file in wanted:
+                (partial / file).parent.mkdir(parents=True, exist_ok=True)
+            self._files.get(
+                [f"{self._root}/{name}/{file}" for file in wanted], [str(partial / file) for file in wanted]
+            )
+            for file, size in wanted.items():
+                if (got := (partial / file).stat().st_size) != size:
+                    raise OSError(f"checkpoint: {self.url}/{name}/{file} has {got} bytes of {size}; copy it again")
+                _sync(partial / file)
+            target.mkdir(exist_ok=True)
+            for part in lacking:  # run.json comes last: a checkpoint is listed by it
+                os.replace(partial / part, target / part)
+            shutil.rmtree(partial, ignore_errors=True)
+        return target
+
+
+def _sync(path: Any) -> None:
+    """Wait until a file, or the list of a folder's files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,35 @@
+"""Rollout engines that stall, for recipes: mock engines with one fault each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.engines.mock.engines import MockRolloutEngine
+from stages.engines.mock.options import MockRolloutOptions
+from stages.engines.protocols import SwapTimes
+
+FAST = MockRolloutOptions(time_scale=0.02)
+
+
+class PausedEngine(MockRolloutEngine):
+    """Stays paused after it has loaded version 2, as long as the file ``once`` is not there."""
+
+    once: Path
+
+    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor], **how: Any) -> SwapTimes:
+        times = await super().load_weights(version, weights, **how)
+        if version >= 2 and not self.once.exists():
+            self.once.touch()
+            await self.pause()
+            self.resume = self.pause  # type: ignore[method-assign]
+        return times
+
+
+def paused(recipe: Any, *, version: int, weights: Path | None, once: str) -> PausedEngine:
+    engine = PausedEngine(FAST, version=version)
+    engine.once = Path(once)
+    return engine

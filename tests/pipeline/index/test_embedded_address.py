@@ -1,0 +1,117 @@
+"""The embedded index at an address of its machine: with a password, and inside TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import redis.asyncio as redis
+
+from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.sections import PipelineSection
+from pipeline.index.client import OWN_ADDRESS, Index
+from pipeline.index.embedded import Address, EmbeddedIndex, served_by_tls
+from tests.orchestration.runs import MOCK, recipe
+from tests.servers import self_signed
+
+
+@pytest.fixture(params=["plain", "tls"])
+async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[EmbeddedIndex]:
+    folder = tmp_path / "index"
+    if request.param == "plain":
+        with EmbeddedIndex(folder, address=Address.parse("127.0.0.1")) as server:
+            yield server
+        return
+    pem = self_signed(tmp_path)
+    files = {"tls_certificate": pem / "cert.pem", "tls_key": pem / "key.pem", "tls_authority": pem / "cert.pem"}
+    tls = PipelineSection(**{name: str(path) for name, path in files.items()}).tls_contexts()
+    assert tls is not None
+    with EmbeddedIndex(folder, address=Address.parse("127.0.0.1", str(pem / "cert.pem"))) as server:
+        async with served_by_tls(server, tls[0]):
+            yield server
+
+
+async def ping(url: str) -> bool:
+    client = redis.Redis.from_url(url, socket_timeout=5)
+    try:
+        return bool(await client.ping())
+    finally:
+        await client.aclose()
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+
+
+async def test_other_machines_need_the_password(served: EmbeddedIndex) -> None:
+    assert served.address is not None
+    url, password = served.address.url, served.address.password
+    assert await ping(url)
+    with pytest.raises(redis.AuthenticationError):
+        await ping(url.replace(password, "x"))
+    with pytest.raises(redis.AuthenticationError):
+        await ping(url.replace(f":{password}@", ""))
+    if url.startswith("rediss"):
+        with pytest.raises(redis.ConnectionError):  # bytes outside of TLS
+            await ping(url.replace("rediss", "redis").partition("?")[0])
+        with pytest.raises(redis.ConnectionError, match="certificate verify failed"):
+            await ping(url.partition("?")[0])
+    assert password not in repr(served.address)
+    assert served.pid is not None
+    assert password not in command_line(served.pid), "other users can read command lines"
+
+
+async def test_a_client_at_the_address_goes_on_when_the_index_was_killed(served: EmbeddedIndex) -> None:
+    assert served.address is not None
+    async with Index(served.address.url, "run") as there, Index(served.url, "run") as here:
+        await here.load()
+        await there.put("a", "1")
+        assert await here.get("a") == "1"
+        assert served.pid is not None
+        waiting = asyncio.create_task(there.woken("topic", "", 30))
+        os.kill(served.pid, signal.SIGKILL)
+        assert served.process is not None
+        await asyncio.to_thread(served.process.wait)
+        await asyncio.to_thread(served.start)
+        assert await there.get("a") == "1"
+        await here.wake("topic")
+        assert await waiting
+        assert await there.own_address() == "127.0.0.1"
+        assert await here.own_address() == ""
+        await here.put(OWN_ADDRESS, "10.0.0.1")
+        assert await here.own_address() == "10.0.0.1", "for what processes beside the index announce"
+
+
+def test_addresses() -> None:
+    assert Address("::1", 7, password="p").url == "redis://:p@[::1]:7"
+    assert Address("h", 7, "/ca.pem", "p").url == "rediss://:p@h:7?ssl_ca_certs=/ca.pem"
+    assert urlsplit(Address.parse("127.0.0.1").url).port
+    for wrong in ("", "127.0.0.1/b", "u@127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
+        with pytest.raises(ValueError):
+            Address.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"pipeline__index": "redis://x"}, r"is for an embedded index, and pipeline\.index = 'redis://x'"),
+        ({"pipeline__index_serve": "0.0.0.0"}, "stands for all addresses of this machine"),
+        ({"pipeline__index_serve": "192.0.2.1"}, r"cannot be listened on \(.*give an address of this machine"),
+        ({"pipeline__index_serve": "127.0.0.1:x"}, "cannot be listened on"),
+    ],
+)
+def test_an_address_that_cannot_be_served_is_refused(changes: dict[str, str], wrong: str) -> None:
+    with pytest.raises(RecipeError, match=rf"pipeline\.index_serve = .*{wrong}"):
+        recipe(MOCK, **{"pipeline__index_serve": "127.0.0.1", **changes})
+
+
+def test_a_command_of_another_user_does_not_see_the_socket(tmp_path: Path) -> None:
+    with EmbeddedIndex(tmp_path / "index", address=Address.parse("127.0.0.1")) as server:
+        mode = subprocess.run(["stat", "-c", "%a", str(server.socket)], capture_output=True, text=True, check=True)
+        assert mode.stdout.strip() == "700"
