@@ -68,6 +68,7 @@ from stages.weights.store import Published, WeightStore
 
 SECRET = b"of one benchmark run on one machine"
 DEADLINE = 300.0
+BUCKETS = 16  # of a version: a node that lost its sender goes on at the first one that it has not verified
 ARMS = ("direct", "chain", "killed")
 FORK = multiprocessing.get_context("fork")
 
@@ -94,7 +95,7 @@ def trainer_process(parent: int, namespace: str, address: str, home: Path, nbyte
     """Publish a version of ``nbytes`` random bytes for each number that comes."""
     die_with_parent(parent)
     with inside(namespace):
-        sender = WeightSender(WeightStore(home), host=address, secret=SECRET)
+        sender = WeightSender(WeightStore(home, bucket_bytes=nbytes // BUCKETS), host=address, secret=SECRET)
         while (version := pipe.recv()) is not None:
             random = torch.from_numpy(np.random.default_rng(version).integers(0, 255, nbytes, np.uint8))
             pipe.send(sender.publish(version, [("weights", random)]).record())
