@@ -5,6 +5,7 @@
 # make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap
 # make gpu-wheels  what gpu-check needs on a machine that has only torch, transformers and triton, and no network
 # make soak    real runs, of which random processes are killed 200 times from their first moment on (about an hour; and as many again of the command too)
+# make soak-cluster  the same on three machines, as network namespaces, with machines and cables too: KILLS=1000 (needs root)
 # make clean   remove the environment and everything that was built
 #
 # Each sets up what it needs in .venv, once: a second call starts at once.
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 SOURCES := pipeline stages orchestration api tests benchmarks
 
-.PHONY: demo test test-vllm lint gpu-check gpu-wheels soak clean
+.PHONY: demo test test-vllm lint gpu-check gpu-wheels soak soak-cluster clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -53,6 +54,9 @@ KILLS := 200
 soak: $(VENV)/.test
 	$(BIN)/python benchmarks/kill_soak.py --kills $(KILLS)
 	$(BIN)/python benchmarks/kill_soak.py --kills $(KILLS) --supervisor
+
+soak-cluster: $(VENV)/.test
+	PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/cluster_soak.py --kills $(KILLS)
 
 # `make test` leaves tests/stages/engines/vllm out: they are collected only where vLLM can be imported, which is here.
 test-vllm: $(VLLM)/.test

@@ -199,16 +199,21 @@ def inside(namespace: str) -> Iterator[None]:
 def index_server(network: Network, home: Path) -> Iterator[EmbeddedIndex]:
     """The embedded index, on its Unix socket and over TCP on the index's own limited link."""
     server = EmbeddedIndex(home)
-    with inside(network.name("index")):
-        server.start()
     try:
-        with redis.Redis.from_url(server.url) as client:
-            client.config_set("protected-mode", "no")  # nothing but the hosts' links leads there
-            client.config_set("bind", network.address(-1))
-            client.config_set("port", PORT)
+        start_index(server, network)
         yield server
     finally:
         server.stop()
+
+
+def start_index(server: EmbeddedIndex, network: Network) -> None:
+    """Start ``server``, or start it again on its data, on the index's own link."""
+    with inside(network.name("index")):
+        server.start()
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("protected-mode", "no")  # nothing but the hosts' links leads there
+        client.config_set("bind", network.address(-1))
+        client.config_set("port", PORT)
 
 
 # ── the work ──

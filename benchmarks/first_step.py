@@ -33,7 +33,7 @@ from typing import Any
 FILE, BEGAN = "ASYNCDOCK_FIRST_STEP_FILE", "ASYNCDOCK_FIRST_STEP_BEGAN"
 PHASES = {
     "orchestration.recipe.load": ("load_recipe",),
-    "orchestration.run.run": ("Run.create", "Run._start_index", "Run._prepare"),
+    "orchestration.run.run": ("Run.create", "_start_index", "Run._prepare"),
     "orchestration.run.launchers": ("ProcessLauncher.launch",),
     "orchestration.run.worker": ("Worker._build",),
     "pipeline.warehouse.dock": ("Dock.join",),

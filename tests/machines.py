@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pytest
 
-from benchmarks.dispatch_scale import PORT, Infeasible, Network, index_server
+from benchmarks.dispatch_scale import PORT, Infeasible, Network, index_server, run_ip
 from pipeline.warehouse.arena import shared_memory_directory
 from tests.compose.sandbox import missing
 
@@ -52,6 +52,11 @@ class Machines:
         process = subprocess.Popen(command, text=True, **{**pipes, "env": there, **options})
         self._started.append(process)
         return process
+
+    def unplug(self, machine: int, *, again: bool = False) -> None:
+        """Take the cable of ``machine`` out of the switch, or with ``again`` put it back."""
+        switch = self._network.name("switch")
+        run_ip("ip", "-n", switch, "link", "set", f"port{machine + 1}", "up" if again else "down")
 
     def end(self) -> None:
         for process in self._started:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -23,10 +24,13 @@ log = structlog.get_logger()
 
 
 class Liveness:
-    """Ends those of the workers that it follows which hang, after putting the reason into the index."""
+    """Ends those of the workers that it follows which hang, after putting the reason into the index. ``on_unplaced`` is
+    called with a worker that other machines are to start, and whether none has done so for `launch.hang_timeout`."""
 
-    def __init__(self, index: Index, launch: LaunchSection) -> None:
-        self._index, self._launch = index, launch
+    def __init__(
+        self, index: Index, launch: LaunchSection, on_unplaced: Callable[[str, bool], Awaitable[None]] | None = None
+    ) -> None:
+        self._index, self._launch, self._on_unplaced = index, launch, on_unplaced
         self._lives: dict[str, Life] = {}
         self._silent: dict[str, tuple[int, float]] = {}  # by worker: its last sign of life, seconds since
         self._progress, self._still = (0, 0, 0), 0.0  # rows and versions, seconds since they changed
@@ -51,8 +55,9 @@ class Liveness:
                 last, silent = self._silent[name]
                 at = alive[name].at if name in alive else 0
                 self._silent[name] = at, silent = at, silent + passed if at == last else 0.0
-                # A worker that another machine is to start may wait for that machine.
                 limit = "hang_timeout" if at else "startup_timeout"
+                if not life.pid and self._on_unplaced is not None:
+                    await self._on_unplaced(name, not at and silent > self._launch.hang_timeout)
                 if silent > (seconds := getattr(self._launch, limit)) and (at or life.pid):
                     await self._end(name, f"it gave no sign of life for launch.{limit} = {seconds:g} s")
             await self._look_for_progress(passed)

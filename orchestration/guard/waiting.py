@@ -7,11 +7,12 @@ It is read from the index alone, so it can be asked from any machine, also about
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from orchestration.recipe.schema import Recipe
 from pipeline.events import ENDED
-from pipeline.index.client import Index, Missing, SignOfLife
+from pipeline.index.client import ENGINES, Index, Missing, SignOfLife
 from stages.weights.store import done_with
 
 SILENT_BEATS = 4  # signs of life that a worker misses until it is shown as silent
@@ -56,8 +57,8 @@ async def waiting_chain(index: Index) -> list[Wait]:
         links = [Wait("the run", f"{shown(name)} to be ready", since, bound=bound) for name in unready[:1]]
         return [*links, chain.worker(unready[0])]
     if status.trained >= recipe.train.steps:
-        for number in range(recipe.replicas if recipe.runs_stage("rollout") else 0):
-            taken = await index.get(done_with(worker := f"rollout-{number}"))
+        for worker in json.loads(await index.get(ENGINES) or "[]"):
+            taken = await index.get(done_with(worker))
             if taken != str(recipe.train.steps):
                 has = f"it has version {taken or 'none'} of {recipe.train.steps}"
                 return [

@@ -134,6 +134,9 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(server, self._read)
 
+    def __str__(self) -> str:
+        return "its fork server has ended"
+
     async def launch(self, launch: Launch, stdin: int | None = None) -> Child:
         """Start a process, with the file ``stdin`` as its standard input. Raises ForkServerDied, and OSError when the
         machine has no process or file descriptor left."""

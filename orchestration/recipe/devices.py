@@ -54,11 +54,8 @@ def assign(recipe: Recipe, node: Mapping[str, Sequence[str]]) -> dict[Worker, De
     remote = remote_workers(recipe)
     here = [worker for worker in workers_of(recipe) if worker not in remote]
     for worker in sorted(here, key=lambda worker: list(SIDES).index(worker[0]) if worker[0] in SIDES else 9):
-        section = getattr(recipe, SIDES.get(worker[0], ""), None)
-        if section is not None and section.engine != "mock":
-            several = section.vllm.tensor_parallel if worker[0] == "rollout" and section.engine == "vllm" else 1
-            device = getattr(getattr(recipe, worker[0], None), "device", None) or section.device  # its own section's
-            wanted[worker] = device if device != "auto" else next(iter(node), "cpu"), several
+        if (device := wanted_devices(recipe, worker, node)) is not None:
+            wanted[worker] = device
     fixed = {name for name, _ in wanted.values() if ":" in name}
     given: dict[Worker, Devices] = {}
     taken = dict.fromkeys(node, 0)
@@ -73,6 +70,38 @@ def assign(recipe: Recipe, node: Mapping[str, Sequence[str]]) -> dict[Worker, De
             given[worker] = Devices(kind, tuple(free[turn % len(free)] for turn in turns))
             taken[kind] += len(turns)
     return given
+
+
+def wanted_devices(recipe: Recipe, worker: Worker, kinds: Iterable[str]) -> tuple[str, int] | None:
+    """Returns the device that ``worker`` computes on, as the recipe names it, and how many; None without an engine.
+    ``kinds``: of which there are devices; the first one is `auto`."""
+    section = getattr(recipe, SIDES.get(worker[0], ""), None)
+    if section is None or section.engine == "mock":
+        return None
+    several = section.vllm.tensor_parallel if worker[0] == "rollout" and section.engine == "vllm" else 1
+    device = getattr(getattr(recipe, worker[0], None), "device", None) or section.device  # its own section's
+    return device if device != "auto" else next(iter(kinds), "cpu"), several
+
+
+class DevicePool:
+    """The devices of a host. Each of its workers gets those that fewest of its living workers have."""
+
+    def __init__(self, node: Mapping[str, Sequence[str]]) -> None:
+        self._node, self.given = node, dict[Worker, Devices]()
+
+    def give(self, recipe: Recipe, worker: Worker) -> None:
+        """Give ``worker``, which is about to start, its devices, if it computes on any."""
+        name, several = wanted_devices(recipe, worker, self._node) or ("cpu", 0)
+        kind, _, number = name.partition(":")
+        if number:
+            self.given[worker] = Devices(kind, (number,), fixed=True)
+        elif names := self._node.get(kind, ()):
+            used = [name for devices in self.given.values() if devices.kind == kind for name in devices.names]
+            fewest = sorted(names, key=used.count)  # stable: in the node's order
+            self.given[worker] = Devices(kind, tuple(fewest[:several]))
+
+    def take_back(self, worker: Worker) -> None:
+        self.given.pop(worker, None)
 
 
 def shown(given: Iterable[tuple[Worker, Devices]]) -> str:

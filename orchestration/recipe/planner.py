@@ -174,7 +174,7 @@ def arena_bytes(recipe: Recipe) -> int:
     as long as they may be, and the share that the gate leaves free."""
     # int64 ids and their text. The prompts admitted together are one block, which is released as a whole.
     prompt = (8 + TEXT_BYTES) * (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + BLOCK_BYTES
-    parked = bool(recipe.rollout.budget or recipe.rollout.on_update == "cut" or recipe.colocated)
+    parked = recipe.rollout.cuts or recipe.colocated
     steps = _steps_retained(recipe)
     needed = _prompts(recipe, steps) * prompt + _response_bytes(recipe, steps, parked=parked)
     return int(needed / GATE_SHARE / (1 - SLAB_SHARE))

@@ -167,9 +167,20 @@ class RolloutSection(Section):
         "Responses in flight when weights arrive: `keep` continues them with the KV cache they have, `cut` parks "
         "them and continues them with a new one.",
     )
+    straggler: Literal["wait", "park"] = key(
+        "wait",
+        "A response far longer than the others: `wait` leaves it to its worker; `park` parks it each time that it has "
+        "grown by four times the mean length, so that the next free worker continues it. Neither drops it or "
+        "draws it again, so lengths are trained as they are generated.",
+    )
     threads: CountOrZero = key(0, "CPU threads of one worker. 0: the launcher divides the cores.")
     vllm: VllmSection = VllmSection()
     mock: Annotated[dict[str, Any], schema_of(MockRolloutOptions)] = key({}, 'Latency model of `engine = "mock"`.')
+
+    @property
+    def cuts(self) -> bool:
+        """Whether unfinished responses are parked."""
+        return bool(self.budget) or self.on_update == "cut" or self.straggler == "park"
 
 
 class RewardFunction(Section):
@@ -434,6 +445,18 @@ class SyncSection(Section):
     timeout: Seconds = key(120.0, "Longest time that reading or loading a version may take.")
 
 
+class ServeSection(Section):
+    """The run's policy, served to other programs (docs/serving.md)."""
+
+    share: float = key(
+        0.25,
+        "While the run trains, the engines that serve its policy on the same machine compute for at most this share of the "
+        "time.",
+        gt=0,
+        le=1,
+    )
+
+
 class EvaluateSection(Section):
     """Evaluation: held-out prompts, answered greedily beside training."""
 
@@ -482,8 +505,15 @@ class GuardSection(Section):
 class LaunchSection(Section):
     """How worker processes start, restart and stop."""
 
-    launcher: Literal["process", "inline"] = key(
-        "process", "`process`: a process for each worker. `inline`: all in one process, to debug."
+    launcher: Literal["process", "inline", "ray"] = key(
+        "process",
+        "`process`: a process for each worker. `inline`: all in one process, to debug. `ray`: workers with engines are "
+        "processes on the nodes of a Ray cluster (docs/ray.md).",
+    )
+    address: str = key(
+        "auto",
+        'Ray cluster of `launcher = "ray"`: `auto`, the one that this machine belongs to; `HOST:PORT`; or `ray://HOST:PORT`.',
+        min_length=1,
     )
     start_method: Literal["forkserver", "spawn"] = key(
         "forkserver",
@@ -523,6 +553,11 @@ class LaunchSection(Section):
     def beat_seconds(self) -> float:
         """Seconds between two signs of life of a worker."""
         return min(2.0, self.hang_timeout / 8)
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether workers with engines are placed on the nodes of a cluster."""
+        return self.launcher == "ray"
 
 
 ExternalStage = Literal["rollout", "reward", "reference", "update"]

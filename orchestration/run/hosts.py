@@ -1,6 +1,6 @@
 """Hosts: processes on other machines that start workers of a run with the launcher of their own.
 
-    head: launch ──▶ log "orders" ────────▶ host with room: put_once "host:NAME" decides which one has the worker
+    head: launch ──▶ log "orders" ────────▶ the host of its place, or one with room: put_once "host:NAME" decides
           wait   ◀── document "exit:NAME" ◀── its worker has ended
           end    ──▶ document "end:NAME" ──▶ it ends the worker
           a host whose document "beat:HOST" does not change for LOST_SECONDS is lost, and its workers with it
@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
 import shutil
 import signal
+import uuid
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -24,15 +26,17 @@ import msgpack
 import structlog
 
 from orchestration.processes.starter import SPAWN
+from orchestration.recipe.devices import DevicePool, on_this_node
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
-from orchestration.run.kinds import remote_workers
-from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, ProcessLauncher, Pulse, beat
+from orchestration.run.exit_codes import EXIT_FATAL
+from orchestration.run.kinds import kind_of, remote_workers
+from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, REWINDS, ProcessLauncher, Pulse, beat
 from orchestration.run.paths import HOST_VARIABLE, RunPaths
 from orchestration.run.run import RECIPE, owned_prefix, sweep_leftovers
-from pipeline.events import ENDED
+from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import Index, IndexUnreachable, worker_name
+from pipeline.index.client import Index, IndexUnreachable
 from pipeline.node import node_id
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
@@ -44,13 +48,18 @@ DRAIN_SECONDS = 60.0  # for which a host that is stopped moves its samples to ot
 
 
 class Host:
-    """Starts up to ``workers`` workers of the run ``run`` on this machine, with their logs in ``folder``. Its warehouse is
-    served at ``serve`` (0.0.0.0: announced is the address that leads to the index)."""
+    """Starts up to ``workers`` workers of the run ``run`` on this machine, with their logs in the run's folder, or where
+    that is not here in ``folder``. ``serve``: the address of its warehouse (0.0.0.0: announced is the one that leads to the
+    index). No other host of the run has the ``name``."""
 
-    def __init__(self, url: str, run: str, folder: Path, *, workers: int = 1, serve: str = "0.0.0.0") -> None:
+    def __init__(
+        self, url: str, run: str, folder: Path, *, workers: int = 1, serve: str = "0.0.0.0", name: str = ""
+    ) -> None:
         self._url, self._folder, self._workers, self._serve = url, folder, workers, serve
         self._index = Index(url, run)
-        self.name = worker_name("host", os.getpid())
+        self.name = name or f"host-{uuid.uuid4().hex[:6]}"
+        self._shared = False  # the run's folder is here too
+        self._devices = DevicePool(on_this_node())
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
         self._index_is_heads = False
@@ -59,15 +68,19 @@ class Host:
         """Work until the run has ended or ``stop`` is set. Raises LookupError when the index has no such run, ValueError for
         an address that other nodes cannot reach, and IndexUnreachable."""
         try:
-            await self._run(stop)
+            while await self._work(stop):
+                log.info("the run goes on from a checkpoint; this host joins it again", host=self.name)
         except IndexUnreachable as lost:
             if not self._index_is_heads:
                 raise
             log.warning("the index has ended with the head of the run; ending", run=self._index.run, reason=str(lost))
+        finally:
+            await self._index.close()
 
-    async def _run(self, stop: asyncio.Event) -> None:
+    async def _work(self, stop: asyncio.Event) -> bool:
+        """Join the run and work. Returns whether to join it again: it was rewound, and what it had here is gone."""
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._index.close)
+            rewinds = await self._index.get(REWINDS)
             recipe_json, paths_json = await self._index.get("recipe"), await self._index.get("place")
             if recipe_json is None or paths_json is None:
                 raise LookupError(f"run: {self._index.run!r} is not in this index; give the id of a run that is")
@@ -93,38 +106,57 @@ class Host:
             stack.push_async_callback(dock.close)
             await dock.join(recipe.pipeline.arena)
             address = await dock.serve(self._serve)
-            has_folder = (paths.out / RECIPE).is_file()  # by a network file system
-            out = paths.out if has_folder else self._folder / self._index.run  # other runs may use the folder too
+            self._shared = (paths.out / RECIPE).is_file()  # by a network file system
+            out = paths.out if self._shared else self._folder / self._index.run  # other runs may use the folder too
             out.mkdir(parents=True, exist_ok=True)
-            own = {"warehouse": node_id(shared), "out": str(out), "shared": str(shared)}
+            own = {"name": self.name, "warehouse": node_id(shared), "out": str(out), "shared": str(shared)}
             method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
-            launcher = ProcessLauncher(self._folder / "logs", method, environment={HOST_VARIABLE: json.dumps(own)})
+            logs = (out if self._shared else self._folder) / "logs"
+            launcher = ProcessLauncher(
+                logs, method, devices=self._devices.given, environment={HOST_VARIABLE: json.dumps(own)}
+            )
             stack.callback(launcher.close)
+            await self._index.put(f"warehouse:{self.name}", node_id(shared))
+            await self._emit("ready")
             log.info("host works", host=self.name, address=address, workers=self._workers)
             try:
-                await first_of(
-                    beat(self._index, self.name), self._take_orders(launcher), self._until_ended(), stop.wait()
+                *_, again, _ = await first_of(
+                    beat(self._index, self.name),
+                    self._take_orders(recipe, launcher),
+                    self._until_over(rewinds),
+                    stop.wait(),
                 )
             finally:
                 for life in self._lives.values():
                     life.cancel()
                 await asyncio.gather(*self._lives.values(), return_exceptions=True)
+            await self._emit("stopped")
             if stop.is_set() and (await self._index.state())[0] not in ENDED:
                 async with asyncio.timeout(DRAIN_SECONDS):
                     await dock.drain()
+            return bool(again)
 
-    async def _until_ended(self) -> None:
-        """Return when the run has ended, or its head gives no sign of life any more."""
+    async def _until_over(self, rewinds: str | None) -> bool:
+        """Return when the run has ended, or its head gives no sign of life any more; True when it was rewound since it had
+        been ``rewinds`` times."""
         pulse = Pulse(self._index)
         while await pulse.silent(HEAD) < HEAD_LOST_SECONDS:
             state, _, after = await self._index.state()
             if state in ENDED:
-                return
+                return False
+            if await self._index.get(REWINDS) != rewinds:
+                return True
             await self._index.wait("state", after, LOST_SECONDS)
         log.warning("the head of the run gives no sign of life; ending", run=self._index.run)
+        return False
 
-    async def _take_orders(self, launcher: ProcessLauncher) -> None:
-        """Take each order that no other host has taken, while there is room."""
+    async def _emit(self, change: str) -> None:
+        own, node = self.name, platform.node()
+        event = WorkerEvent(stage="host", worker=own, change=change, pid=os.getpid(), node=node, host=own)
+        await self._index.emit(event)
+
+    async def _take_orders(self, recipe: Recipe, launcher: ProcessLauncher) -> None:
+        """Take each order for this host, and for any host that no other one has taken, while there is room."""
         number = 0
         while True:
             while len(self._lives) >= self._workers:
@@ -133,9 +165,12 @@ class Host:
             if (packed := await self._index.read_log(ORDERS, number, LOST_SECONDS)) is None:
                 continue
             order, number = msgpack.unpackb(packed), number + 1
-            name = order["name"]
+            name, worker = order["name"], (order["kind"], order["number"])
+            if order["host"] not in ("", self.name):
+                continue
             if await self._index.put_once(f"host:{name}", self.name) == self.name:
-                work = self._keep(launcher, order["kind"], order["number"], name)
+                self._devices.give(recipe, worker)
+                work = self._keep(launcher, *worker, name)
                 self._lives[name] = asyncio.create_task(work, name=name)
 
     async def _keep(self, launcher: ProcessLauncher, kind: str, number: int, name: str) -> None:
@@ -143,6 +178,11 @@ class Host:
         log.info("worker starts", worker=name)
         life, code = None, None
         try:
+            if kind_of(kind).rank_group and not self._shared:
+                refused = "writes checkpoints, and this host does not have the run's folder; mount it at the same path"
+                await self._index.put(f"reason:{name}", f"{kind}-{number}: {refused}")
+                code = EXIT_FATAL
+                return
             life = await launcher.launch(self._index.run, self._url, kind, number, name)
             _, code = await first_of(self._until_end(name), life.wait())
         except OSError as error:
@@ -153,6 +193,7 @@ class Host:
                 await life.wait()
             await self._index.put(f"exit:{name}", str(-signal.SIGKILL if code is None else code))
             await self._index.wake(HOSTS)
+            self._devices.take_back((kind, number))
             del self._lives[name]
             self._room.set()
 

@@ -25,6 +25,7 @@ class WorkerKind:
     a recipe needs. ``rank_group``: name of the group of workers that train together; when one dies, all of them are started
     again ("": each worker is alone). ``ends_by_itself``: the run is finished when all workers of such kinds have ended.
     ``writes``: they write columns into an arena. ``elastic``: the run goes on with fewer of them, while one is left.
+    ``computes``: they have an engine; on a cluster they are placed on nodes, and the others stay on the head.
     """
 
     name: str
@@ -33,6 +34,7 @@ class WorkerKind:
     rank_group: str = ""
     ends_by_itself: bool = False
     writes: bool = True
+    computes: bool = False
     elastic: bool = False
 
     def load(self) -> type[Job]:
@@ -52,6 +54,7 @@ _ALL = (
         lambda recipe: range(recipe.train.ranks if recipe.colocated else 0),
         rank_group="update",
         ends_by_itself=True,
+        computes=True,
     ),
     # rollout and evaluation, one engine each
     WorkerKind(
@@ -59,12 +62,18 @@ _ALL = (
         f"{_BUILDERS}.rollout:RolloutJob",
         lambda recipe: range(0 if recipe.colocated or not recipe.runs_stage("rollout") else recipe.rollout.workers),
         ends_by_itself=True,
+        computes=True,
         elastic=True,
     ),
     # reward workers beside that of `flow`
     WorkerKind("reward", f"{_BUILDERS}.reward:RewardJob", lambda recipe: range(1, recipe.reward.workers)),
     # logprobs of the frozen reference policy
-    WorkerKind("reference", f"{_BUILDERS}.reference:ReferenceJob", lambda recipe: range(int(recipe.needs_reference))),
+    WorkerKind(
+        "reference",
+        f"{_BUILDERS}.reference:ReferenceJob",
+        lambda recipe: range(int(recipe.needs_reference)),
+        computes=True,
+    ),
     # one rank of the train engine each; rank 0 has the update stage
     WorkerKind(
         "update",
@@ -73,6 +82,7 @@ _ALL = (
         rank_group="update",
         ends_by_itself=True,
         writes=False,
+        computes=True,
     ),
     # one rank of a critic of its own each: values of samples, and their training beside the policy
     WorkerKind(
@@ -80,6 +90,7 @@ _ALL = (
         f"{_BUILDERS}.critic:CriticJob",
         lambda recipe: range(recipe.critic.ranks if recipe.trains_critic else 0),
         rank_group="update",
+        computes=True,
     ),
     # a stage that the recipe names; its workers go by the stage's name
     WorkerKind("stage", f"{_BUILDERS}.stage:StageJob", lambda recipe: range(sum(s.workers for s in recipe.stages))),
@@ -102,6 +113,8 @@ def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
 
 
 def remote_workers(recipe: Recipe) -> set[tuple[str, int]]:
-    """Returns those of the workers that processes of `asyncdock host` start on other machines."""
+    """Returns those of the workers that hosts start: all with an engine on a cluster, otherwise the last rollout workers."""
+    if recipe.launch.on_cluster:
+        return {worker for worker in workers_of(recipe) if kind_of(worker[0]).computes}
     last, remote = recipe.rollout.workers, recipe.launch.remote_rollouts
     return {("rollout", number) for number in range(last - remote, last)}

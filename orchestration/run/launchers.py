@@ -2,7 +2,7 @@
 
 inline    a task in this process: debugging, exact tests
 process   a process of its own, forked or started, which the kernel ends when its supervisor dies (Linux)
-remote    a process on another machine, which a host starts there (:mod:`orchestration.run.hosts`)
+remote    a process that a host starts (:mod:`orchestration.run.hosts`): any that has room, or the one of the worker's place
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgpack
 import structlog
@@ -23,6 +24,7 @@ from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.processes.starter import Starter
 from orchestration.recipe.devices import Devices
 from orchestration.run.exit_codes import EXIT_FAILED
+from pipeline.events import WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index
 
@@ -31,6 +33,7 @@ log = structlog.get_logger()
 BEAT_SECONDS = 2.0  # between two signs of life of a host
 LOST_SECONDS = 10.0  # without one, a host is lost with its workers
 ORDERS, HOSTS = "orders", "hosts"  # a log, and the topic that wakes readers of documents about workers on hosts
+REWINDS = "rewinds"  # a document: how often the run went on from a checkpoint, and what hosts had was gone
 HEAD = "head"  # in place of a host's name: in its signs of life; that of an order which none may take any more
 
 Worker = tuple[str, int]  # kind and number
@@ -44,7 +47,8 @@ class Life(Protocol):
 
     @property
     def orphaned(self) -> object:
-        """Equal for workers that died together, with their fork server; None when it died alone. Known once it has ended."""
+        """Equal for workers that died together, with their fork server or their host; None when it died alone. Its text says
+        with what. Known once it has ended."""
 
     async def wait(self) -> int | None:
         """Returns the exit code: 0, ``EXIT_FATAL``, ``EXIT_NOT_STARTED``, another one, or None where it is not known."""
@@ -131,25 +135,85 @@ class Pulse:
         self._index, self._beat, self._changed = index, "", time.monotonic()
 
     async def silent(self, name: str) -> float:
-        """Returns the seconds since the host ``name`` gave a sign of life, or since this object was made."""
-        if (beat := await self._index.get(f"beat:{name}") or "") != self._beat:
+        """Returns the seconds since the host ``name`` gave a sign of life, or since this object was made. While the index
+        did not answer, nobody could give one."""
+        asked = time.monotonic()
+        beat = await self._index.get(f"beat:{name}") or ""
+        if beat != self._beat or time.monotonic() - asked > BEAT_SECONDS:
             self._beat, self._changed = beat, time.monotonic()
         return time.monotonic() - self._changed
 
 
-class RemoteLauncher:
-    """Starts the workers ``remote`` on hosts, and the others by ``local``, which its owner closes."""
+class Hosts(Protocol):
+    """Hosts of a cluster: starts them, and places workers on them."""
 
-    def __init__(self, index: Index, local: Launcher, remote: Collection[Worker]) -> None:
-        self._index, self._local, self._remote, self._orders = index, local, remote, 0
+    async def host_of(self, worker: Worker) -> str:
+        """Wait until a host has a place for ``worker``, and return its name."""
+
+    def lost(self, host: str) -> str:
+        """Returns why ``host`` has ended; "" while it has not."""
+
+
+@dataclass(frozen=True)
+class LostHost:
+    """A host that was lost, for all of its workers."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"its host {self.name} was lost: {self.reason}"
+
+
+class RemoteLauncher:
+    """Starts the workers ``remote`` on hosts, and the others by ``local``, which its owner closes. ``hosts`` places them;
+    None: hosts that have room take them."""
+
+    def __init__(self, index: Index, local: Launcher, remote: Collection[Worker], hosts: Hosts | None = None) -> None:
+        self.index, self.hosts, self._local, self._remote = index, hosts, local, remote
+        self._orders, self._ordering = 0, asyncio.Lock()
+        self._lost: dict[str, str] = {}  # host → why
         self._beating = asyncio.create_task(beat(index, HEAD)) if remote else None
+
+    async def begin(self) -> None:
+        """End the workers that a former head of the run, which was killed, has ordered; hosts have room again then."""
+        if not self._remote:
+            return
+        self._orders = await self.index.log_end(ORDERS)
+        for kind, number in self._remote:
+            if former := await self.index.get(f"life:{kind}-{number}"):
+                await self.index.put_once(f"host:{former}", HEAD)  # none may take the order any more
+                await order_end(self.index, former)
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         if (kind, number) not in self._remote:
             return await self._local.launch(run, url, kind, number, name)
-        order, self._orders = self._orders, self._orders + 1
-        await self._index.append_log(ORDERS, order, msgpack.packb({"kind": kind, "number": number, "name": name}))
-        return RemoteLife(self._index, name)
+        return RemoteLife(self, (kind, number), name)
+
+    async def order(self, worker: Worker, name: str) -> str:
+        """Order the start of ``worker`` under ``name``. Returns the host that it was placed on, "" for any."""
+        host = await self.hosts.host_of(worker) if self.hosts else ""
+        order = {"kind": worker[0], "number": worker[1], "name": name, "host": host}
+        async with self._ordering:  # entries of a log are written in their order
+            await self.index.append_log(ORDERS, self._orders, msgpack.packb(order))
+            self._orders += 1
+        return host
+
+    def lost(self, host: str) -> str:
+        """Returns why ``host`` has ended without ending its workers; "" where that is not known."""
+        return self._lost.get(host, "") or (self.hosts.lost(host) if self.hosts else "")
+
+    async def lose(self, host: LostHost) -> None:
+        """``host`` has ended without ending its workers. Its samples are made again; one event reports it."""
+        if host.name in self._lost:
+            return
+        self._lost[host.name] = host.reason
+        log.warning("host lost", host=host.name, reason=host.reason)
+        warehouse = await self.index.get(f"warehouse:{host.name}")
+        for record in await self.index.warehouses():
+            if record.name == warehouse:
+                await self.index.suspect_warehouse(record.number, 0.0)
+        await self.index.emit(WorkerEvent(stage="host", worker=host.name, change="died", reason=host.reason))
 
     def close(self) -> None:
         """Give no more signs of life: hosts end. Its workers end by themselves before, or are ended one by one."""
@@ -160,9 +224,10 @@ class RemoteLauncher:
 class RemoteLife:
     """The life of a worker on a host."""
 
-    def __init__(self, index: Index, name: str) -> None:
-        self.pid, self.orphaned = 0, None
-        self._index, self._name, self._end = index, name, asyncio.Event()
+    def __init__(self, launcher: RemoteLauncher, worker: Worker, name: str) -> None:
+        self.pid, self.orphaned = 0, cast("LostHost | None", None)
+        self._launcher, self._index, self._worker, self._name = launcher, launcher.index, worker, name
+        self._end = asyncio.Event()
         self._following = asyncio.create_task(self._follow(), name=f"life of {name}")
 
     async def wait(self) -> int | None:
@@ -172,18 +237,23 @@ class RemoteLife:
         self._end.set()
 
     async def _follow(self) -> int:
+        placed, _ = await first_of(self._launcher.order(self._worker, self._name), self._end.wait())
         after, pulse, ordered = "", None, False
         while (code := await self._index.get(f"exit:{self._name}")) is None:
             if self._end.is_set() and not ordered:
                 ordered = True
-                await self._order_end()
-            host = await self._index.put_once(f"host:{self._name}", HEAD) if ordered else await self._host()
-            if host == HEAD:  # no host has taken the order, and none will
+                await order_end(self._index, self._name)
+            taken = await self._index.put_once(f"host:{self._name}", HEAD) if ordered else await self._host()
+            if taken == HEAD:  # no host has taken the order, and none will
                 return -signal.SIGKILL
-            pulse = pulse or Pulse(self._index) if host else None
-            if pulse is not None and await pulse.silent(host) > LOST_SECONDS:
-                log.warning("host lost", host=host, worker=self._name)
-                await self._order_end()
+            pulse = pulse or Pulse(self._index) if taken else None
+            reason = self._launcher.lost(taken or placed or "")
+            if not reason and pulse is not None and await pulse.silent(taken) > LOST_SECONDS:
+                reason = f"no sign of life for {LOST_SECONDS:.0f} s"
+            if reason:
+                self.orphaned = LostHost(taken or placed, reason)
+                await order_end(self._index, self._name)
+                await self._launcher.lose(self.orphaned)
                 return -signal.SIGKILL
             woken = await first_of(
                 self._index.woken(HOSTS, after, BEAT_SECONDS), *(() if ordered else (self._end.wait(),))
@@ -194,6 +264,8 @@ class RemoteLife:
     async def _host(self) -> str:
         return await self._index.get(f"host:{self._name}") or ""
 
-    async def _order_end(self) -> None:
-        await self._index.put(f"end:{self._name}", "1")
-        await self._index.wake(HOSTS)
+
+async def order_end(index: Index, name: str) -> None:
+    """Order the host of the worker ``name`` to end it."""
+    await index.put(f"end:{name}", "1")
+    await index.wake(HOSTS)

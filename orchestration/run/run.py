@@ -22,7 +22,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, cast
 import stamina
 import structlog
 
+from orchestration.cluster.ray_hosts import RayHosts
 from orchestration.elastic.budget import RestartBudget
 from orchestration.guard.guard import Guard
 from orchestration.guard.watch import GuardWatch, options_of
@@ -42,15 +43,16 @@ from orchestration.recipe.flow import flow_of
 from orchestration.recipe.load import change_recipe
 from orchestration.recipe.planner import notices_of
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import LaunchSection
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.kinds import remote_workers, workers_of
-from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
+from orchestration.run.launchers import REWINDS, InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
 from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import RunPaths
-from orchestration.run.supervisor import Outcome, Supervisor, ending
+from orchestration.run.supervisor import REWIND, Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
-from orchestration.service.registry import CHECKPOINT_REPORTED
+from orchestration.service.registry import CHECKPOINT_REPORTED, LIVE
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import EVALUATED, OWN_ADDRESS, Index, IndexUnreachable
@@ -215,34 +217,13 @@ class Run:
                 Address.parse, pipeline.index_serve, pipeline.tls_authority if tls else ""
             )
         self.server = EmbeddedIndex(data, socket=sockets / "index.sock", address=address)
-        await self._start_index(self.server)
+        await _start_index(self.server)
         async with served_by_tls(self.server, tls[0]) if tls and address else contextlib.nullcontext():
-            outcome, _ = await first_of(self._work(self.server.url, stop, launcher), self._keep_index(self.server))
+            outcome, _ = await first_of(
+                self._work(self.server.url, stop, launcher),
+                _keep_index(self.server, self.recipe.launch, self._emit_restart),
+            )
         return cast(Outcome, outcome)
-
-    async def _start_index(self, server: EmbeddedIndex) -> None:
-        for pause in server.starting():
-            await asyncio.sleep(pause)
-
-    async def _keep_index(self, server: EmbeddedIndex) -> None:
-        """Start the embedded index again whenever it dies; its append-only file holds all that was acknowledged. Raises
-        RunError when it dies more often than a worker may."""
-        launch, events = self.recipe.launch, set[asyncio.Task[None]]()
-        budget = RestartBudget(launch.max_restarts, launch.restart_window)
-        try:
-            while True:
-                assert server.process is not None
-                code = await Process.of(server.process.pid, server.process).wait()
-                reason = f"the embedded index {ending(code or 0)}"
-                if budget.take(time.monotonic()):
-                    raise RunError(f"{reason} and launch.max_restarts = {budget.most} is used up; see {server.log}")
-                log.warning("the index died; starting it again", reason=reason)
-                await self._start_index(server)
-                events.add(asyncio.create_task(self._emit_restart(reason)))  # the index may die again before that
-        finally:
-            for event in events:
-                event.cancel()
-            await asyncio.gather(*events, return_exceptions=True)
 
     async def _emit_restart(self, reason: str) -> None:
         event = WorkerEvent(stage="index", worker="index-0", change="restarted", reason=reason)
@@ -264,12 +245,46 @@ class Run:
         await self._prepare(self._index)
         # For programs that watch the run. The URL may hold a password.
         address = self.server.address if self.server is not None else None
-        where = {"index": url, "run": self.id, "hosted": self._hosted, "join": address.url if address else url}
+        join = address.url if address else url
+        where = {"index": url, "run": self.id, "hosted": self._hosted, "join": join}
         write_private(self.out_dir / WHERE, json.dumps(where))
         self._up.set()
         for notice in notices_of(self.recipe):
             log.warning("notice", recipe=str(notice))
-        remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe))
+        hosts = RayHosts(self.recipe, self._index, join, self.out_dir) if self.recipe.launch.on_cluster else None
+        launch = self.recipe.launch
+        budget = RestartBudget(launch.max_restarts, launch.restart_window)
+        try:
+            while (outcome := await self._supervise(stop, launcher, hosts)).state == REWIND:
+                if budget.take(time.monotonic()):
+                    outcome = Outcome(
+                        "failed", f"launch.max_restarts = {launch.max_restarts} is used up: {outcome.reason}"
+                    )
+                    await self._index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
+                    break
+                await self._rewind()
+        finally:
+            if hosts is not None:
+                await hosts.close()
+        if readers := [asyncio.create_task(done.wait()) for done in self._readers]:
+            _, late = await asyncio.wait(readers, timeout=READERS_SECONDS)
+            for task in late:
+                task.cancel()
+        return outcome
+
+    async def _rewind(self) -> None:
+        """Prepare to go on from the newest checkpoint: samples of steps since were lost with a node, and these steps cannot
+        be replayed."""
+        assert self._index is not None
+        shutil.rmtree(self.shared, ignore_errors=True)
+        self.start = checkpoint.latest(self.out_dir / "checkpoints")
+        await self._prepare(self._index)
+        await self._index.put(REWINDS, str(int(await self._index.get(REWINDS) or 0) + 1))
+        await self._index.wake("state")
+
+    async def _supervise(self, stop: asyncio.Event, launcher: Launcher, hosts: RayHosts | None) -> Outcome:
+        assert self._index is not None
+        remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe), hosts)
         self.supervisor = Supervisor(
             self._index,
             remote,
@@ -280,14 +295,10 @@ class Run:
             guard=GuardWatch(self._index, Guard(options_of(self.recipe)), self.recipe.guard.on_alarm),
         )
         try:
-            outcome = await self.supervisor.run(stop)
+            await remote.begin()
+            return await self.supervisor.run(stop)
         finally:
             remote.close()
-        if readers := [asyncio.create_task(done.wait()) for done in self._readers]:
-            _, late = await asyncio.wait(readers, timeout=READERS_SECONDS)
-            for task in late:
-                task.cancel()
-        return outcome
 
     async def _end(self) -> None:
         self._over = True
@@ -396,6 +407,34 @@ def _prepare_store(url: str, start: Checkpoint | None, keep: int) -> None:
     store.probe()
     if start is not None and start.path.name not in store.names():
         store.push(start.path, keep)
+
+
+async def _start_index(server: EmbeddedIndex) -> None:
+    for pause in server.starting():
+        await asyncio.sleep(pause)
+
+
+async def _keep_index(
+    server: EmbeddedIndex, launch: LaunchSection, emit: Callable[[str], Coroutine[Any, Any, None]]
+) -> None:
+    """Start the embedded index again whenever it dies; its append-only file holds all that was acknowledged. ``emit``
+    reports why. Raises RunError when it dies more often than a worker may."""
+    events = set[asyncio.Task[None]]()
+    budget = RestartBudget(launch.max_restarts, launch.restart_window)
+    try:
+        while True:
+            assert server.process is not None
+            code = await Process.of(server.process.pid, server.process).wait()
+            reason = f"the embedded index {ending(code or 0)}"
+            if budget.take(time.monotonic()):
+                raise RunError(f"{reason} and launch.max_restarts = {budget.most} is used up; see {server.log}")
+            log.warning("the index died; starting it again", reason=reason)
+            await _start_index(server)
+            events.add(asyncio.create_task(emit(reason)))  # the index may die again before that
+    finally:
+        for event in events:
+            event.cancel()
+        await asyncio.gather(*events, return_exceptions=True)
 
 
 def _refuse_used(out_dir: Path, lock: BinaryIO | None = None) -> None:

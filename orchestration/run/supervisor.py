@@ -32,9 +32,10 @@ import structlog
 
 from orchestration.elastic.budget import RestartBudget
 from orchestration.guard.liveness import Liveness
+from orchestration.guard.waiting import shown
 from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.sections import LaunchSection
-from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED
+from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
 from orchestration.run.kinds import kind_of
 from orchestration.run.launchers import Launcher, Life
 from orchestration.service.registry import LIVE
@@ -46,11 +47,12 @@ log = structlog.get_logger()
 
 Worker = tuple[str, int]  # kind and number
 STOPPED = "stopped by request"
+REWIND = "rewind"  # outcome of a supervisor whose run another one continues from the newest checkpoint
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: ``finished``, ``stopped`` or ``failed``, and why."""
+    """How a run ended: ``finished``, ``stopped`` or ``failed``, or that it is to be rewound, and why."""
 
     state: str
     reason: str = ""
@@ -58,6 +60,10 @@ class Outcome:
 
 class _Failed(Exception):
     """The run cannot go on."""
+
+
+class _Rewind(Exception):
+    """The run can go on from its newest checkpoint alone."""
 
 
 class Supervisor:
@@ -78,7 +84,7 @@ class Supervisor:
         self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
         self.steps, self.begins, self.restarts = steps, begins, 0
         self._lives: dict[Worker, Life] = {}
-        self._liveness = Liveness(index, launch)
+        self._liveness = Liveness(index, launch, self._record_unplaced)
         self._budgets: dict[Worker, RestartBudget] = {}
         self._keepers: dict[Worker, asyncio.Task[None]] = {}  # by the first worker of a rank group
         self._absent: set[Worker] = set()  # wait until their budgets allow a restart
@@ -97,6 +103,8 @@ class Supervisor:
             outcome = await self._supervise(stop)
         except (_Failed, GuardFailed) as failed:
             outcome = Outcome("failed", str(failed))
+        except _Rewind as gone:
+            outcome = Outcome(REWIND, str(gone))
         except Exception as error:
             log.exception("supervision failed")
             outcome = Outcome("failed", f"{type(error).__name__}: {error}")
@@ -105,7 +113,8 @@ class Supervisor:
             for life in self._lives.values():
                 life.end()
             await asyncio.gather(*(life.wait() for life in self._lives.values()))
-        await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
+        if outcome.state != REWIND:
+            await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
         return outcome
 
     async def _supervise(self, stop: asyncio.Event) -> Outcome:
@@ -222,8 +231,8 @@ class Supervisor:
     ) -> str:
         """Emit why the first of ``codes`` died, and return it. Raises _Failed when a restart would not help."""
         first = next(iter(codes))
-        orphaned = self._lives[first].orphaned is not None
-        reason = reasons[first] or ("its fork server has ended" if orphaned else ending(codes[first]))
+        orphaned = self._lives[first].orphaned
+        reason = reasons[first] or (ending(codes[first]) if orphaned is None else str(orphaned))
         log.debug("worker died", worker=names[first], code=codes[first], reason=reason)
         await self._emit(first, "died", reason=reason)
         for worker, code in codes.items():
@@ -231,6 +240,8 @@ class Supervisor:
                 log.warning("worker died too", worker=names[worker], reason=reasons[worker])
             if code == EXIT_FATAL:
                 raise _Failed(f"{_shown(worker)}: {reasons[worker] or ending(code)}")
+            if code == EXIT_REWIND:
+                raise _Rewind(reasons[worker] or ending(code))
         return reason
 
     async def _take_restart(self, group: Worker, first: Worker, codes: dict[Worker, int], reason: str) -> None:
@@ -263,6 +274,19 @@ class Supervisor:
             other[0] == worker[0] and other != worker and other not in self._absent and not task.done()
             for other, task in self._keepers.items()
         )
+
+    async def _record_unplaced(self, name: str, is_unplaced: bool) -> None:
+        """A worker that no machine starts is absent, until one does: the run ends without it."""
+        kind, _, number = shown(name).rpartition("-")
+        worker = kind, int(number)
+        if is_unplaced and worker not in self._absent and self._others_work(worker):
+            self._absent.add(worker)
+            await self._emit(worker, "absent", reason="no host has room for it")
+        elif not is_unplaced and worker in self._absent:
+            self._absent.remove(worker)
+        else:
+            return
+        await self._record_engines()
 
     async def _record_engines(self) -> None:
         """Record for the trainer which engines must have the last version before the run ends."""

@@ -12,9 +12,11 @@ import argparse
 import asyncio
 import contextlib
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import structlog
 
@@ -24,7 +26,7 @@ from orchestration.recipe.planner import slab_bytes
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job
-from orchestration.run.exit_codes import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED
+from orchestration.run.exit_codes import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
 from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.paths import RunPaths
 from pipeline.columns import ColumnError
@@ -43,6 +45,7 @@ from stages.models import ModelNotFound
 from stages.prompts.files import PromptError
 from stages.rewards.registry import RewardError
 from stages.training.skipped import TooManySkipped
+from stages.training.update import SamplesGone
 
 log = structlog.get_logger()
 
@@ -74,7 +77,7 @@ LASTING = (
     OSError,
 )
 # Of these, the errors caused by another process that is about to come back.
-PASSING = (ConnectionError, TimeoutError, BlockingIOError, InterruptedError, StaleHandle)
+PASSING = (SamplesGone, ConnectionError, TimeoutError, BlockingIOError, InterruptedError, StaleHandle)
 # A restart would not help: training is replayed with the same rows and weights, and gives the same loss.
 FATAL = (
     CannotStart,
@@ -209,7 +212,8 @@ class Worker:
 
     async def _emit(self, change: str) -> None:
         worker = f"{self.kind}-{self.number}"
-        await self.index.emit(WorkerEvent(stage=self.kind, worker=worker, name=self.name, change=change))
+        place: dict[str, Any] = {"node": platform.node(), "host": RunPaths.host_name()} if change == "ready" else {}
+        await self.index.emit(WorkerEvent(stage=self.kind, worker=worker, name=self.name, change=change, **place))
 
     async def _work(self, job: Job) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -246,6 +250,8 @@ def exit_code(error: BaseException | None) -> int:
         return 0
     if isinstance(error, FATAL):
         return EXIT_FATAL
+    if isinstance(error, SamplesGone):
+        return EXIT_REWIND
     return EXIT_NOT_STARTED if isinstance(error, NotStarted) else EXIT_FAILED
 
 

@@ -12,8 +12,11 @@ tokens for one visit, or (by recipe) at a weight update; the worker that claims 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -28,10 +31,14 @@ from stages.training.device_lease import DeviceLease
 
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")  # columns that a cut response is parked with
 
+STRAGGLER, RECENT = 4, 256  # times the mean length of so many responses: a straggler is parked after these tokens
+
 
 class Rollout(Stage):
     """The rollout stage. ``most_rows``: responses that this worker holds at once, decoding or waiting in the engine.
-    ``first_rows``: of its first claim (default: as many), so that the first optimizer step does not wait for later ones."""
+    ``first_rows``: of its first claim (default: as many), so that the first optimizer step does not wait for later ones.
+    ``parks_stragglers``: a visit of a response ends after STRAGGLER times the mean length, as with ``params.budget``. The
+    limit depends on other responses alone, and what is parked is continued, so it favours no length."""
 
     name = "rollout"
     fetches: tuple[str, ...] = ("prompt_ids",)
@@ -46,8 +53,10 @@ class Rollout(Stage):
         group_size: int,
         most_rows: int,
         first_rows: int | None = None,
+        parks_stragglers: bool = False,
     ) -> None:
         self.dock = dock
+        self._lengths = deque[int](maxlen=RECENT if parks_stragglers else 0)
         self.engine, self.params, self.seed = engine, params, seed
         self._group_size, self._most_rows = group_size, most_rows
         self._first_rows = first_rows  # None after the first claim
@@ -66,13 +75,13 @@ class Rollout(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         positions = {(row.group, row.place): i for i, row in enumerate(claim.rows)}
         prompts = rows["prompt_ids"].unbind()
-        begun, requests = await self._begun(claim), []
+        begun, requests, params = await self._begun(claim), [], replace(self.params, budget=self._budget())
         for group, members in groupby(claim.rows, key=lambda row: row.group):
             rows_of = [(row.place, positions[group, row.place]) for row in members]
             prompt, seed = prompts[rows_of[0][1]].clone(), group_seed(self.seed, group)
             progress = {place: begun[at] for place, at in rows_of if at in begun}
             wanted = tuple(place for place, _ in rows_of)
-            requests.append(GroupRequest(group, wanted, prompt, self.params, seed, progress))
+            requests.append(GroupRequest(group, wanted, prompt, params, seed, progress))
         ended: asyncio.Queue[Completion | None] = asyncio.Queue()
         listening = asyncio.create_task(self._listen(requests, ended))
         try:
@@ -83,6 +92,7 @@ class Rollout(Stage):
                     news.append(ended.get_nowait())
                 together = [completion for completion in news if completion is not None]
                 left -= len(together)
+                self._lengths.extend(len(done.token_ids) for done in together if done.finish_reason != "cut")
                 for parked in (False, True):
                     if some := [c for c in together if (c.finish_reason == "cut") == parked]:
                         places = [positions[c.group, c.place] for c in some]
@@ -95,6 +105,11 @@ class Rollout(Stage):
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
+
+    def _budget(self) -> int:
+        """Tokens of one visit of a response; 0: as many as it takes."""
+        straggler = math.ceil(STRAGGLER * sum(self._lengths) / len(self._lengths)) if self._lengths else 0
+        return min(filter(None, (self.params.budget, straggler)), default=0)
 
     async def _begun(self, claim: Claim) -> dict[int, Begun]:
         """Returns the progress that rows of the claim were parked with, by position."""

@@ -28,6 +28,7 @@ from pipeline.events import StepEvent, SyncEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import ENGINES, TAKEN, BoundBroken, Claim
 from pipeline.spans import Spans
+from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
@@ -45,6 +46,10 @@ log = structlog.get_logger()
 WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
 PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of a row that a swap is probed with
 PROBE_ROWS, PROBE_NEW_ROWS = 16, 8  # at most, in all and of one batch: the others are the batches' before
+
+
+class SamplesGone(RuntimeError):
+    """Rows of steps since the checkpoint lay on a node that was lost, so that these steps cannot be replayed."""
 
 
 class Update(Stage):
@@ -100,8 +105,11 @@ class Update(Stage):
         """Replay the recorded steps past the engine's own version, then publish if the index does not have it yet."""
         status, began = await self.dock.index.status(), self.trained
         while self.trained < status.trained:
-            claim = await self.dock.index.replay(self.trained)
-            await self._train_or_skip(claim, (self.trained - claim.oldest_version.astype(int)).tolist())
+            try:
+                claim = await self.dock.index.replay(self.trained)
+                await self._train_or_skip(claim, (self.trained - claim.oldest_version.astype(int)).tolist())
+            except StaleHandle as gone:
+                raise SamplesGone(str(gone)) from gone
             log.info("step replayed", step=self.trained)
             self.trained += 1
         was_damaged = bool(await self.dock.index.get(damaged(self.trained)))

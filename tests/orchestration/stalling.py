@@ -10,7 +10,7 @@ import torch
 
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.mock.options import MockRolloutOptions
-from stages.engines.protocols import SwapTimes
+from stages.engines.protocols import GroupRequest, SwapTimes
 
 FAST = MockRolloutOptions(time_scale=0.02)
 
@@ -33,3 +33,24 @@ def paused(recipe: Any, *, version: int, weights: Path | None, once: str) -> Pau
     engine = PausedEngine(FAST, version=version)
     engine.once = Path(once)
     return engine
+
+
+LONG_GROUP, LONG_FACTOR = 6, 100
+
+
+class LongTailedEngine(MockRolloutEngine):
+    """The first response of group LONG_GROUP has LONG_FACTOR times the median length."""
+
+    def _row(self, request: GroupRequest, place: int, stream: Any) -> Any:
+        row = super()._row(request, place, stream)
+        if (request.group, place) == (LONG_GROUP, 0):
+            budget = request.params.budget
+            row.length = row.tokens = LONG_FACTOR * int(self._options.median_tokens)
+            row.finish_reason = "stop"
+            if budget and row.begun + budget < row.length:
+                row.tokens, row.finish_reason = row.begun + budget, "cut"
+        return row
+
+
+def long_tailed(recipe: Any, *, version: int, weights: Path | None) -> LongTailedEngine:
+    return LongTailedEngine(MockRolloutOptions(time_scale=0.01, median_tokens=20, row_rate=200), version=version)

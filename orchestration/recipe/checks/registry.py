@@ -62,6 +62,8 @@ def run_checks(recipe: Recipe, wrong: Collection[str], environment: Environment 
         if not _overlap(keys, wrong):
             yield from check_recipe(recipe)
     if environment is not None:
+        if recipe.launch.on_cluster:  # this machine's devices and memory are not those of its nodes
+            environment.devices = False
         for check_machine, keys in MACHINE_CHECKS.items():
             if not _overlap(keys, wrong):
                 yield from check_machine(recipe, environment)

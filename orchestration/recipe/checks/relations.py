@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import operator
 import os
+import sys
 from collections.abc import Iterator
 
 from orchestration.guard.rules import METRICS
@@ -83,14 +86,14 @@ def cuts_are_possible(recipe: Recipe) -> Iterator[Problem]:
     if rollout.budget >= rollout.max_tokens:
         wrong = f"cuts nothing, as no response is longer than rollout.max_tokens = {rollout.max_tokens}"
         yield problem(recipe, "rollout.budget", wrong, f"use a value < {rollout.max_tokens}, or 0 for no budget")
-    if rollout.engine == "vllm" and rollout.stop and (rollout.budget or rollout.on_update == "cut"):
+    if rollout.engine == "vllm" and rollout.stop and rollout.cuts:
         wrong = "is not found by vLLM where a cut divides it"
-        fix = "set rollout.budget = 0 and rollout.on_update = 'keep', or stop = []"
+        fix = "set rollout.budget = 0, rollout.on_update = 'keep' and rollout.straggler = 'wait', or stop = []"
         yield problem(recipe, "rollout.stop", wrong, fix)
     if plan.slack > 0:
         return
     needed = passing_steps(plan.window, plan.groups_per_step) + 1
-    for name, default in (("budget", 0), ("on_update", "keep")):
+    for name, default in (("budget", 0), ("on_update", "keep"), ("straggler", "wait")):
         if getattr(rollout, name) != default:
             wrong = (
                 f"cuts responses, but with pipeline.staleness = {plan.bound} and pipeline.window = {plan.window} the run is "
@@ -288,9 +291,9 @@ def evaluation_has_prompts(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "evaluate.samples", wrong, f"use a value <= {evaluate.prompts}")
 
 
-@check("rollout.threads", "train.threads")
+@check("rollout.threads", "train.threads", "launch.launcher")
 def threads_exist(recipe: Recipe) -> Iterator[Problem]:
-    cores = os.cpu_count() or 1
+    cores = _cores(recipe)
     for side in ("rollout", "train"):
         if getattr(recipe, side).threads > cores:
             wrong = f"is more than the {cores} cores of this machine"
@@ -347,10 +350,10 @@ def heads_divide(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, f"{side}.tp", wrong, f"use one of: {fits}")
 
 
-@check("train.dp", "train.tp", "train.device", "critic")
+@check("train.dp", "train.tp", "train.device", "critic", "launch.launcher")
 def ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
     for side, of in _rank_groups(recipe):
-        ranks, cores = of.ranks, os.cpu_count() or 1
+        ranks, cores = of.ranks, _cores(recipe)
         if ranks <= cores:
             continue
         from stages.device import on_cpu  # imports torch, which other recipes are checked without
@@ -401,16 +404,18 @@ def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
 )
 def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
     launch, pipeline, sync = recipe.launch, recipe.pipeline, recipe.sync
-    if not launch.remote_rollouts:
+    if not launch.remote_rollouts and not launch.on_cluster:
         return
     where = "other machines start workers"
-    if launch.remote_rollouts > recipe.rollout.workers or recipe.colocated or not recipe.runs_stage("rollout"):
+    no_rollouts = recipe.colocated or not recipe.runs_stage("rollout")
+    if launch.remote_rollouts and (launch.remote_rollouts > recipe.rollout.workers or no_rollouts):
         wrong = f"is more than rollout.workers = {recipe.rollout.workers}"
-        if recipe.colocated or not recipe.runs_stage("rollout"):
+        if no_rollouts:
             wrong = "are rollout workers, of which this run starts none by themselves"
         yield problem(recipe, "launch.remote_rollouts", wrong, "lower it, or set rollout.workers")
-    if launch.launcher != "process":
-        yield problem(recipe, "launch.launcher", f"has one process, but {where}", "set launch.launcher = 'process'")
+    if launch.remote_rollouts and launch.launcher != "process":
+        one = "places all of them itself" if launch.on_cluster else "has one process"
+        yield problem(recipe, "launch.launcher", f"{one}, but {where}", "set launch.launcher = 'process'")
     if not pipeline.index.startswith(("redis://", "rediss://")) and not pipeline.index_serve:
         fix = "set pipeline.index_serve, or the redis:// or rediss:// URL of a server that all machines reach"
         yield problem(recipe, "pipeline.index", f"is on this machine alone, but {where}", fix)
@@ -423,3 +428,29 @@ def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
     elif sync.serve == type(sync)().serve:
         wrong = f"is reached from this machine alone, but {where}"
         yield problem(recipe, "sync.serve", wrong, "set sync.serve = '0.0.0.0', or the address of this machine")
+
+
+def _cores(recipe: Recipe) -> int:
+    """The cores that the workers with engines have together; of a cluster's nothing is known before it is asked."""
+    return sys.maxsize if recipe.launch.on_cluster else os.cpu_count() or 1
+
+
+@check("launch.launcher", "launch.placement", "launch.address", "rollout.device", "train.device", "critic.device")
+def a_cluster_places_the_workers(recipe: Recipe) -> Iterator[Problem]:
+    launch = recipe.launch
+    if not launch.on_cluster:
+        if launch.address != type(launch)().address:
+            yield problem(
+                recipe, "launch.address", "is of a Ray cluster", "set launch.launcher = 'ray', or leave it out"
+            )
+        return
+    if importlib.util.find_spec("ray") is None:
+        yield problem(recipe, "launch.launcher", "needs Ray, which is not installed", "pip install 'asyncdock[ray]'")
+    if recipe.colocated:
+        wrong = "is of one machine so far, while launch.launcher = 'ray' places workers on several"
+        yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")
+    for key in ("rollout.device", "train.device", "critic.device"):
+        device = operator.attrgetter(key)(recipe)
+        if device is not None and ":" in device:
+            kind, wrong = device.partition(":")[0], "has the number of a device, which Ray gives"
+            yield problem(recipe, key, wrong, f"set {kind!r}")

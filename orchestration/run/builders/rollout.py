@@ -115,6 +115,7 @@ def make_rollout(job: Job, engine: RolloutEngine, prompts: Sequence[Prompt]) -> 
         seed=recipe.seed,
         group_size=size,
         most_rows=0 if recipe.prompts.responses else max(recipe.rollout.max_rows, step_rows),
+        parks_stragglers=recipe.rollout.straggler == "park",
         first_rows=-(-recipe.train.groups_per_step // recipe.replicas) * size,
     )
     if not prompts:

@@ -1,0 +1,277 @@
+"""Kills random processes, machines and cables of runs on three machines at random moments, and checks what runs promise.
+
+machine 0: asyncdock run ─▶ flow, rollout-0, update      machines 1, 2: asyncdock host ─▶ rollout-1, rollout-2
+     each is a network, a host name, shared memory and process numbers of its own; the index is on a fourth one
+kill -9 of a process │ of a machine with all in it │ SIGSTOP of a process │ a cable out, and in again │ of the index
+at the end of a run ─▶ each step and each group once, in order · none past the bound · the ledger adds up
+                       at η = 0, one remote replica: the weights are those of a run that nothing has disturbed
+
+A machine that was killed comes back with a new host; a killed head is resumed. It needs root, ip and tc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.dispatch_scale import Infeasible, Network, index_server, start_index
+from benchmarks.kill_soak import Broken, tail
+from orchestration.events_file import METRICS, read_metrics
+from orchestration.service.lifecycle import WHERE
+from pipeline.index.embedded import EmbeddedIndex
+from tests.machines import Machines
+
+STEPS, GROUPS, SIZE, HANG = 40, 4, 4, 5.0
+HOSTS = (1, 2)
+LONGEST_CUT = 12.0  # s; a host is lost after 10
+RECIPE = """
+name = "cluster-soak"
+[model]
+source = "mock"
+[prompts]
+source = "builtin"
+task = "repeat"
+max_prompt_tokens = 16
+[rollout]
+engine = "mock"
+workers = {workers}
+max_tokens = 16
+mock = {{ time_scale = 0.1 }}
+[reward]
+functions = [{{ name = "spelling" }}]
+[algorithm]
+group_size = {size}
+[train]
+engine = "mock"
+steps = {steps}
+groups_per_step = {groups}
+mock = {{ time_scale = 0.1 }}
+[checkpoint]
+every = 5
+[pipeline]
+staleness = {staleness}
+index = "{index}"
+serve = "0.0.0.0"
+[sync]
+transport = "collective"
+serve = "0.0.0.0"
+[launch]
+remote_rollouts = {remote}
+max_restarts = 10000
+hang_timeout = {hang}
+"""
+
+
+@dataclass
+class ClusterSoak:
+    """Runs below ``home`` on ``machines``, with up to ``most`` kills each, ``gap`` seconds apart on average."""
+
+    home: Path
+    machines: Machines
+    network: Network
+    server: EmbeddedIndex
+    random: random.Random
+    most: int
+    gap: float = 4.0
+    deadline: float = 900.0  # s, for a run
+    kills: collections.Counter[str] = field(default_factory=collections.Counter)
+    _hosts: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
+    _down: dict[int, float] = field(default_factory=dict)  # machine → when its cable is put back
+
+    def run_once(self, number: int, *, exact: bool, kills: int) -> str:
+        """One run to its end; returns the hash of its last weights. ``exact``: η = 0 with one replica. Raises Broken."""
+        out, recipe = self.home / f"run{number}", self.home / f"run{number}.toml"
+        workers, remote = (1, 1) if exact else (3, 2)
+        limits = {"steps": STEPS, "groups": GROUPS, "size": SIZE, "hang": HANG, "index": self.machines.url}
+        recipe.write_text(RECIPE.format(workers=workers, remote=remote, staleness=0 if exact else 2, **limits))
+        log = self.home / f"run{number}.log"
+        command, began = ["run", str(recipe), "--out", str(out)], time.monotonic()
+        left, run, due = kills, "", began + self._next()
+        while True:
+            head = self._start(0, log, *command, "--plain")
+            killed = False
+            while head.poll() is None:
+                now = time.monotonic()
+                if now - began > self.deadline:
+                    raise Broken(f"run {number} has not ended in {self.deadline:.0f} s\n{tail(log)}\n{self._why(out)}")
+                run = self._keep_hosts(out, run, HOSTS[:remote])
+                for machine in [machine for machine, back in self._down.items() if now >= back]:
+                    self._plug(machine)
+                if left and now >= due and (what := self._kill(head, remote)):
+                    left, due, killed = left - 1, now + self._next(), killed or what == "head"
+                time.sleep(0.05)
+            if head.returncode == 0:
+                break
+            if not killed:
+                raise Broken(f"run {number}: `asyncdock {command[0]}` ended with {head.returncode}\n{tail(log)}")
+            self._end_hosts()
+            if (out / "recipe.json").exists():
+                command = ["resume", str(out)]
+        self._end_hosts()
+        return self._check(out, 0 if exact else 2)
+
+    def _next(self) -> float:
+        """Seconds to the next kill."""
+        return self.random.expovariate(1 / self.gap)
+
+    def _start(self, machine: int, log: Path, *command: str) -> subprocess.Popen[str]:
+        with log.open("a") as file:
+            return self.machines.start(machine, "api.cli.main", *command, stdout=file, stderr=file)
+
+    def _keep_hosts(self, out: Path, run: str, machines: Sequence[int]) -> str:
+        """Start the hosts of the present run that are not there; returns its id."""
+        try:
+            now = json.loads((out / WHERE).read_text())["run"]
+        except (OSError, ValueError):
+            return run
+        if now != run:
+            self._end_hosts()
+        for machine in machines:
+            host = self._hosts.get(machine)
+            if host is None or host.poll() is not None:
+                folder, log = str(self.home / f"host-{machine}"), self.home / f"host-{machine}.log"
+                command = ("host", "--join", self.machines.url, "--run", now, "--data", folder)
+                self._hosts[machine] = self._start(machine, log, *command)
+        return str(now)
+
+    def _end_hosts(self) -> None:
+        for machine in list(self._down):
+            self._plug(machine)
+        for host in self._hosts.values():
+            host.kill()
+            host.wait()
+        self._hosts.clear()
+
+    def _plug(self, machine: int) -> None:
+        self.machines.unplug(machine, again=True)
+        del self._down[machine]
+
+    def _kill(self, head: subprocess.Popen[str], remote: int) -> str:
+        """One kill of a random kind; returns the kind, or "" where there is nothing of it now."""
+        kind = self.random.choice(("process", "process", "process", "stop", "machine", "head", "cable", "index"))
+        machine = self.random.choice((0, *HOSTS[:remote]))
+        process = head if machine == 0 else self._hosts.get(machine)
+        name = kind
+        with contextlib.suppress(psutil.Error):
+            match kind:
+                case "process" | "stop":
+                    family = (
+                        psutil.Process(process.pid).children(recursive=True)[1:] if process else []
+                    )  # 0: the command
+                    if not family:
+                        return ""
+                    victim = self.random.choice(family)
+                    victim.send_signal(signal.SIGKILL if kind == "process" else signal.SIGSTOP)
+                    name = f"{kind} on {'head' if machine == 0 else 'host'}"
+                case "machine":
+                    if not (hosts := [host for host in self._hosts.values() if host.poll() is None]):
+                        return ""
+                    self.random.choice(hosts).kill()
+                case "head":
+                    head.kill()
+                case "cable":
+                    if machine in self._down:
+                        return ""
+                    self.machines.unplug(machine)
+                    self._down[machine] = time.monotonic() + self.random.uniform(0.5, LONGEST_CUT)
+                case "index":
+                    assert self.server.process is not None
+                    self.server.process.kill()
+                    self.server.process.wait()
+                    start_index(self.server, self.network)
+        self.kills[name] += 1
+        return kind
+
+    def _why(self, out: Path) -> str:
+        """What the run waits for, as `asyncdock why` prints it."""
+        found = subprocess.run(
+            [sys.executable, "-m", "api.cli.main", "why", str(out)], capture_output=True, text=True, check=False
+        )
+        return found.stdout + found.stderr
+
+    def _check(self, out: Path, bound: int) -> str:
+        events = list(read_metrics(out / METRICS))
+        steps = [event.data for event in events if event.kind == "step"]
+        if [step["step"] for step in steps] != list(range(STEPS)):
+            raise Broken(f"{out}: steps {[step['step'] for step in steps]}")
+        groups = sorted(group for step in steps for group in step["groups"])
+        if groups != list(range(STEPS * GROUPS)):
+            raise Broken(f"{out}: groups {groups}")
+        if max(step["staleness_max"] for step in steps) > bound:
+            raise Broken(f"{out}: a sample past the bound {bound}")
+        for unit in ("", "_tokens"):
+            ledger = [event.data for event in events if event.kind == "ledger"][-1]
+            if ledger[f"generated{unit}"] != sum(
+                ledger[f"{name}{unit}"] for name in ("trained", "filtered", "in_flight")
+            ):
+                raise Broken(f"{out}: the ledger does not add up: {ledger}")
+        if ledger["trained"] != STEPS * GROUPS * SIZE:
+            raise Broken(f"{out}: the ledger counts {ledger}")
+        newest = max((out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+        digest = hashlib.sha256()
+        for file in sorted((newest / "model").rglob("*.safetensors")):
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def three_machines(home: Path) -> Iterator[tuple[Machines, Network, EmbeddedIndex]]:
+    with Network(3, 1000.0) as network, index_server(network, home) as server:
+        machines = Machines(network, server.url)
+        try:
+            yield machines, network, server
+        finally:
+            machines.end()
+
+
+def report(kills: collections.Counter[str], runs: int, exact: int, seconds: float, seed: int) -> str:
+    lines = [f"{kills.total()} kills in {runs} runs ({exact} of them at η = 0), {seconds:.0f} s, seed {seed}", ""]
+    lines += ["| kind | kills |", "|---|---|", *(f"| {kind} | {count} |" for kind, count in sorted(kills.items()))]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--most", type=int, default=8, help="kills in one run")
+    parser.add_argument("--seed", type=int, default=None, help="default: another one each time; it is printed")
+    options = parser.parse_args(arguments)
+    seed = random.randrange(2**32) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="adk-") as folder, three_machines(Path(folder)) as made:
+        soak = ClusterSoak(Path(folder), *made, random.Random(seed), options.most)
+        runs = exact = 0
+        try:
+            undisturbed = soak.run_once(0, exact=True, kills=0)
+            while soak.kills.total() < options.kills:
+                runs += 1
+                exact += (is_exact := runs % 2 == 0)
+                left = min(soak.random.randint(2, options.most), options.kills - soak.kills.total())
+                weights = soak.run_once(runs, exact=is_exact, kills=left)
+                if is_exact and weights != undisturbed:
+                    raise Broken(f"run {runs}: at η = 0 its weights are not those of the undisturbed run")
+                print(f"run {runs} finished; {soak.kills.total()} kills: {dict(soak.kills)}", flush=True)
+        except (Broken, Infeasible) as broken:
+            print(f"BROKEN after {soak.kills.total()} kills: {broken}", file=sys.stderr)
+            return 1
+    print(report(soak.kills, runs, exact, time.monotonic() - began, seed))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

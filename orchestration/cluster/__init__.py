@@ -1,0 +1,1 @@
+"""Nodes of a cluster: placement of workers on them, and hosts on the nodes of a Ray cluster."""

@@ -1,0 +1,145 @@
+"""Placement: which node of a cluster has which worker.
+
+    recipe ─▶ needs: resources of a worker ─▶ place: (kind, number) → node ─▶ bundles: what a run reserves on each node
+
+Ranks that train together are packed on as few nodes as they fit on; the ranks of one tensor-parallel replica, and the
+devices of one rollout engine, are within a node. Rollout engines go to the nodes with most room. What has no engine of its
+own (flow, rewards, stages of the recipe) runs on the head, and is not placed. Pure functions; resources have Ray's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestration.recipe.devices import SIDES, Worker, wanted_devices
+from orchestration.recipe.schema import Recipe
+from orchestration.run.kinds import kind_of
+
+RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # Ray's names of devices, by torch's
+
+Room = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node and its ``free`` resources, such as {"CPU": 8, "GPU": 4}."""
+
+    name: str
+    free: Mapping[str, float]
+
+
+def needs(recipe: Recipe, worker: Worker, devices: Collection[str]) -> Room:
+    """Returns the resources of one worker: a CPU for each of its threads, and its devices; ``devices``: the kinds that the
+    cluster has, by torch's names."""
+    section = getattr(recipe, worker[0] if worker[0] == "critic" else SIDES.get(worker[0], ""), None)
+    room: Room = {"CPU": float(getattr(section, "threads", 0) or 1)}
+    name, several = wanted_devices(recipe, worker, devices) or ("cpu", 0)
+    if resource := RESOURCES.get(name.partition(":")[0]):
+        room[resource] = float(several)
+    return room
+
+
+def place(
+    recipe: Recipe, workers: Iterable[Worker], nodes: Sequence[Node], devices: Collection[str]
+) -> dict[Worker, str]:
+    """Returns the node of each of ``workers`` that fits; of the ranks that train together all or none."""
+    free = {node.name: dict(node.free) for node in nodes}
+    placed: dict[Worker, str] = {}
+    for unit in _units(recipe, workers):
+        room = {worker: needs(recipe, worker, devices) for worker in unit}
+        found = _pack(_replicas(recipe, unit), room, free) if len(unit) > 1 else _widest(unit[0], room[unit[0]], free)
+        for worker, node in found.items():
+            _take(free[node], room[worker])
+        placed |= found
+    return placed
+
+
+def bundles(recipe: Recipe, placed: Mapping[Worker, str], devices: Collection[str]) -> dict[str, Room]:
+    """Returns what the workers of each node take together: the bundles of a placement group."""
+    reserved: dict[str, Room] = {}
+    for worker, node in placed.items():
+        for resource, amount in needs(recipe, worker, devices).items():
+            reserved.setdefault(node, {}).setdefault(resource, 0.0)
+            reserved[node][resource] += amount
+    return reserved
+
+
+def describe_lack(recipe: Recipe, missing: Iterable[Worker], nodes: Sequence[Node], devices: Collection[str]) -> str:
+    """Returns in words which of ``missing`` has no room on ``nodes``."""
+    wants = [f"{kind}-{number} ({shown(needs(recipe, (kind, number), devices))})" for kind, number in missing]
+    return f"no room for {', '.join(wants)}; free are {'; '.join(shown(node.free) for node in nodes) or 'no nodes'}"
+
+
+def shown(room: Mapping[str, float]) -> str:
+    """Resources in words.
+
+    >>> shown({"CPU": 2.0, "GPU": 1.0, "memory": 1e9})
+    'CPU 2, GPU 1'
+    """
+    return ", ".join(f"{name} {room[name]:g}" for name in ("CPU", *RESOURCES.values()) if name in room)
+
+
+def _units(recipe: Recipe, workers: Iterable[Worker]) -> list[list[Worker]]:
+    """Workers that are placed together: first the ranks that train, then each other worker alone."""
+    units: dict[object, list[Worker]] = {}
+    for worker in sorted(workers, key=lambda worker: (list(SIDES).index(worker[0]), worker[1])):
+        units.setdefault(kind_of(worker[0]).rank_group or worker, []).append(worker)
+    return sorted(units.values(), key=lambda unit: not kind_of(unit[0][0]).rank_group)
+
+
+def _replicas(recipe: Recipe, unit: Sequence[Worker]) -> list[list[Worker]]:
+    """The ranks of ``unit`` by tensor-parallel replica."""
+    replicas: dict[Worker, list[Worker]] = {}
+    for kind, number in unit:
+        tp = recipe.critic.tp if kind == "critic" else recipe.train.tp
+        replicas.setdefault((kind, number // tp), []).append((kind, number))
+    return list(replicas.values())
+
+
+def _pack(
+    replicas: Sequence[Sequence[Worker]], room: Mapping[Worker, Room], free: Mapping[str, Room]
+) -> dict[Worker, str]:
+    """On one node where they fit on one, the one with least room to spare; otherwise node by node, from the widest one."""
+    whole = [[worker for replica in replicas for worker in replica]]
+    by_room = sorted(free, key=lambda name: (_spare(free[name], whole[0], room), name))
+    for pieces, names in ((whole, by_room), (replicas, by_room[::-1])):
+        left, found = {name: dict(free[name]) for name in names}, dict[Worker, str]()
+        for piece in pieces:
+            total = _sum(room[worker] for worker in piece)
+            if (name := next((name for name in names if _fits(total, left[name])), None)) is None:
+                break
+            _take(left[name], total)
+            found |= dict.fromkeys(piece, name)
+        else:
+            return found
+    return {}
+
+
+def _widest(worker: Worker, room: Room, free: Mapping[str, Room]) -> dict[Worker, str]:
+    names = [name for name in free if _fits(room, free[name])]
+    most = min(names, key=lambda name: (-_spare(free[name], [worker], {worker: room}), name), default=None)
+    return {} if most is None else {worker: most}
+
+
+def _spare(free: Room, workers: Sequence[Worker], room: Mapping[Worker, Room]) -> float:
+    """How often the resources of ``workers`` are there, of the scarcest."""
+    total = _sum(room[worker] for worker in workers)
+    return min(free.get(resource, 0.0) / amount for resource, amount in total.items() if amount)
+
+
+def _sum(rooms: Iterable[Room]) -> Room:
+    total: Room = {}
+    for room in rooms:
+        for resource, amount in room.items():
+            total[resource] = total.get(resource, 0.0) + amount
+    return total
+
+
+def _fits(room: Room, free: Room) -> bool:
+    return all(free.get(resource, 0.0) >= amount for resource, amount in room.items())
+
+
+def _take(free: Room, room: Room) -> None:
+    for resource, amount in room.items():
+        free[resource] = free.get(resource, 0.0) - amount

@@ -1,0 +1,124 @@
+"""The Ray driver of a run: a process that starts hosts on the nodes of a Ray cluster, as actors in placement groups.
+
+    stdin    {"do": "nodes"}                                 stdout    {"nodes": {id: {"total": …, "free": …}}}
+             {"do": "start", "hosts": [{node, bundle, …}]}             {"ended": name, "reason": …}, once for each host
+             its end: the hosts end, and this process too              (one JSON object a line)
+
+It is apart from the supervisor, because Ray ends a process whose raylet dies. When it ends, its actors end. Ray restarts
+nothing (`max_restarts = 0`): the supervisor places the workers of a lost host again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from orchestration.cluster.host_actor import HostActor
+
+GRANT_SECONDS = 30.0  # for Ray to reserve what was free a moment ago
+CONNECT_SECONDS = 10.0
+END_SECONDS = 10.0  # in which hosts of an ended run end by themselves
+
+
+class Driver:
+    def __init__(self) -> None:
+        self._out, self._lock = os.fdopen(os.dup(1), "w"), threading.Lock()
+        os.dup2(2, 1)  # what Ray prints goes to the log
+        self._hosts: dict[str, Any] = {}  # name → actor
+        self._watching: list[threading.Thread] = []
+        self._groups: list[PlacementGroup] = []
+
+    def run(self, address: str) -> None:
+        try:
+            _, _, server = address.rpartition("//")
+            host, separator, port = server.rpartition(":")
+            if separator:  # Ray itself tries for minutes
+                socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+            ray.init(address=address, namespace="asyncdock", log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, RuntimeError, ValueError) as error:
+            return self._send(failed=str(error).strip().splitlines()[0])
+        self._send(nodes=self._nodes())
+        for line in sys.stdin:
+            request = json.loads(line)
+            if request["do"] == "nodes":
+                self._send(nodes=self._nodes())
+            else:
+                self._start(request["hosts"])
+        for thread in self._watching:
+            thread.join(END_SECONDS)
+        for actor in list(self._hosts.values()):
+            ray.kill(actor)
+        for group in self._groups:
+            remove_placement_group(group)
+        ray.shutdown()
+
+    def _send(self, **message: Any) -> None:
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            print(json.dumps(message), file=self._out, flush=True)
+
+    def _nodes(self) -> dict[str, Any]:
+        free = ray.get(_free.remote()) if ray.util.client.ray.is_connected() else _free_resources()
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        if ray.get_runtime_context().get_node_id() not in [node["NodeID"] for node in alive]:
+            sys.exit(
+                "the driver's own node is lost, and Ray has ended its actors"
+            )  # the supervisor starts another driver
+        return {node["NodeID"]: {"total": node["Resources"], "free": free.get(node["NodeID"], {})} for node in alive}
+
+    def _start(self, hosts: list[dict[str, Any]]) -> None:
+        places = [{"ray.io/node-id": host["node"]} for host in hosts]
+        group = placement_group([host["bundle"] for host in hosts], bundle_label_selector=places)
+        self._groups.append(group)
+        for number, host in enumerate(hosts):
+            bundle = dict(host["bundle"])
+            actor = ray.remote(HostActor).options(  # type: ignore[attr-defined]
+                num_cpus=bundle.pop("CPU", 0),
+                num_gpus=bundle.pop("GPU", 0),
+                resources=bundle,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+            )
+            self._watching.append(threading.Thread(target=self._watch, args=(group, actor, host), daemon=True))
+            self._watching[-1].start()
+
+    def _watch(self, group: PlacementGroup, actor: Any, host: dict[str, Any]) -> None:
+        """Start ``host`` and wait for its end."""
+        reason = ""
+        try:
+            if not group.wait(GRANT_SECONDS):
+                raise TimeoutError(f"Ray did not grant {host['bundle']} within {GRANT_SECONDS:.0f} s")
+            self._hosts[host["name"]] = handle = actor.remote()
+            ray.get(handle.run.remote(**host["run"]))
+            ray.kill(handle)
+        except Exception as error:
+            reason = str(getattr(error, "cause", None) or error).strip().splitlines()[0]
+        self._hosts.pop(host["name"], None)
+        self._send(ended=host["name"], reason=reason)
+
+
+def _free_resources() -> dict[str, dict[str, float]]:
+    """Returns the free resources of each node, by its id."""
+    from ray._private.state import available_resources_per_node
+
+    return available_resources_per_node()
+
+
+_free = ray.remote(num_cpus=0)(_free_resources)  # through Ray's client, which does not know them
+
+
+def main() -> None:
+    Driver().run(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

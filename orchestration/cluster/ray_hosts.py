@@ -1,0 +1,176 @@
+"""Hosts on the nodes of a Ray cluster, one a node, and the workers' places on them.
+
+host_of(worker) ─▶ no living host has it ─▶ ask the driver for nodes ─▶ place all such workers ─▶ start a host a node
+                                              └ no room: wait for nodes, and report what is lacking
+driver: a host has ended, or it has ended itself with all hosts ─▶ lost: their workers' lives end, and are placed again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from orchestration.cluster.placement import RESOURCES, Node, bundles, describe_lack, place
+from orchestration.recipe.devices import Worker
+from orchestration.recipe.schema import Recipe
+from orchestration.run.kinds import remote_workers
+from orchestration.run.launchers import HOSTS
+from pipeline.index.client import Index
+from pipeline.index.embedded import die_with_parent
+
+log = structlog.get_logger()
+
+ASK_SECONDS = 2.0  # between two looks for nodes with room
+CONNECT_SECONDS = 60.0
+END_SECONDS = 15.0  # for the driver to end the hosts
+
+
+class ClusterUnreachable(ConnectionError):
+    """No Ray cluster answers at `launch.address`."""
+
+
+class RayHosts:
+    """Places the workers of one run; see :class:`orchestration.run.launchers.Hosts`. ``join``: the index's URL for
+    its nodes."""
+
+    def __init__(self, recipe: Recipe, index: Index, join: str, out: Path) -> None:
+        self._recipe, self._index, self._join, self._out = recipe, index, join, out
+        self._driver: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._placed: dict[Worker, str] = {}
+        self._living: set[str] = set()
+        self._lost: dict[str, str] = {}  # host → why
+        self._placing, self._connected, self._lack = asyncio.Lock(), False, ""
+
+    async def host_of(self, worker: Worker) -> str:
+        """Wait until a host has a place for ``worker``, and return its name. Raises ClusterUnreachable, and LookupError when
+        the cluster could not hold the run if all of it were free: both only before the first host is started."""
+        while True:
+            async with self._placing:
+                if self._placed.get(worker) not in self._living:
+                    await self._place()
+                if (host := self._placed.get(worker)) is not None and host in self._living:
+                    return host
+            await asyncio.sleep(ASK_SECONDS)  # Ray does not announce nodes that join
+
+    def lost(self, host: str) -> str:
+        return self._lost.get(host, "")
+
+    async def close(self) -> None:
+        """End all hosts."""
+        if self._driver is None:
+            return
+        assert self._driver.stdin is not None
+        self._driver.stdin.close()
+        try:
+            await asyncio.wait_for(self._driver.wait(), END_SECONDS)
+        except TimeoutError:
+            self._driver.kill()
+            await self._driver.wait()
+        if self._reading is not None:
+            await self._reading
+
+    async def _place(self) -> None:
+        """Start hosts for all workers that have no place on a living one, as far as there is room."""
+        recipe, found = self._recipe, await self._ask()
+        nodes = [Node(name, node["free"]) for name, node in found.items()]
+        devices = [kind for kind, name in RESOURCES.items() if any(node["total"].get(name) for node in found.values())]
+        missing = sorted(worker for worker in remote_workers(recipe) if self._placed.get(worker) not in self._living)
+        placed, first = place(recipe, missing, nodes, devices), not self._connected
+        if lacking := [worker for worker in missing if worker not in placed]:
+            lack = describe_lack(recipe, lacking, nodes, devices)
+            empty = [Node(name, node["total"]) for name, node in found.items()]
+            if first and len(place(recipe, missing, empty, devices)) < len(missing):
+                raise LookupError(f"launch.address = {recipe.launch.address!r}: {lack}; add nodes, or ask for less")
+            if lack != self._lack:
+                log.warning("waiting for nodes", reason=lack)
+            self._lack = lack
+        if not placed:
+            return
+        self._connected = True
+        hosts = {node: f"host-{uuid.uuid4().hex[:6]}" for node in placed.values()}
+        folder = Path(tempfile.gettempdir()) / f"asyncdock-host-{self._index.run}"
+        run = {"url": self._join, "run": self._index.run, "folder": str(folder), "begun_in": os.getcwd()}
+        reserved = bundles(recipe, placed, devices)
+        start = [
+            {"name": name, "node": node, "bundle": reserved[node], "run": {**run, "name": name}}
+            for node, name in hosts.items()
+        ]
+        self._living |= set(hosts.values())
+        self._placed |= {worker: hosts[node] for worker, node in placed.items()}
+        await self._send({"do": "start", "hosts": start})
+
+    async def _ask(self) -> dict[str, Any]:
+        """Returns the nodes of the cluster, from a driver that is started where there is none; none while it cannot be
+        reached."""
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                if self._driver is None:
+                    await self._start_driver()
+                else:
+                    await self._send({"do": "nodes"})
+                answer = await self._answers.get()
+            if "nodes" in answer:
+                nodes: dict[str, Any] = answer["nodes"]
+                return nodes
+            reason = answer["failed"]
+        except TimeoutError:
+            reason = f"no answer within {CONNECT_SECONDS:.0f} s"
+        if not self._connected:
+            address, fix = self._recipe.launch.address, "give the address of a running cluster (`ray start --head`)"
+            raise ClusterUnreachable(f"launch.address = {address!r}: {reason}; {fix}")
+        return {}
+
+    async def _start_driver(self) -> None:
+        self._answers = asyncio.Queue()
+        logs = self._out / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "ray.log").open("ab") as file:
+            self._driver = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "orchestration.cluster.ray_driver", self._recipe.launch.address),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=file,
+                limit=1 << 24,
+                start_new_session=True,  # it does not get Ctrl-C
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        self._reading = asyncio.create_task(self._read(self._driver))
+
+    async def _send(self, request: dict[str, Any]) -> None:
+        if self._driver is not None and self._driver.stdin is not None:
+            with contextlib.suppress(ConnectionError):  # it has ended, which is read next
+                self._driver.stdin.write(json.dumps(request).encode() + b"\n")
+                await self._driver.stdin.drain()
+
+    async def _read(self, driver: asyncio.subprocess.Process) -> None:
+        assert driver.stdout is not None
+        async for line in driver.stdout:
+            message = json.loads(line)
+            if "ended" in message:
+                await self._lose({message["ended"]}, message["reason"])
+            else:
+                self._answers.put_nowait(message)
+        await driver.wait()
+        self._driver = None
+        self._answers.put_nowait({"failed": f"its driver has ended; see {self._out / 'logs' / 'ray.log'}"})
+        await self._lose(set(self._living), "the run's Ray driver has ended")
+
+    async def _lose(self, hosts: set[str], reason: str) -> None:
+        for host in hosts & self._living:
+            if reason:
+                log.warning("host has ended", host=host, reason=reason)
+            self._lost[host] = reason or "it has ended"
+        self._living -= hosts
+        await self._index.wake(HOSTS)
