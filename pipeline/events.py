@@ -263,7 +263,8 @@ class WorkerEvent(EventData, kind="worker"):
     reason: str = ""
     name: Annotated[str, Doc("Of its present life.")] = ""
     version: Annotated[int | None, Doc("Policy version that a run was rewound to.")] = None
-    node: Annotated[str, Doc("Name of the machine that it runs on.")] = ""
+    node: Annotated[str, Doc("Name of the machine that it runs on; in `ready` events.")] = ""
+    host: Annotated[str, Doc("Name of the host that has started it, or that it is; in `ready` events.")] = ""
 
 
 class PromptEvent(EventData, kind="prompt"):

@@ -168,7 +168,8 @@ export class Progress {
       this.notes.splice(0, this.notes.length - 5);
     }
     const pid = data.pid || this.processes.get(data.worker)?.pid || 0;
-    this.processes.set(data.worker, { change: data.change, reason: data.reason ?? "", pid });
+    const node = data.host ? data.node : this.processes.get(data.worker)?.node || ""; // of another machine
+    this.processes.set(data.worker, { change: data.change, reason: data.reason ?? "", pid, node });
   }
 
   /** The pipeline as the server sees it now (GET …/stages). */
@@ -179,9 +180,9 @@ export class Progress {
     this.flow = view.flow;
     for (const alarm of view.alarms ?? []) this.alarm(alarm);
     for (const stage of view.stages) {
-      for (const { worker, process, state, pid } of stage.workers) {
+      for (const { worker, process, state, pid, node, host } of stage.workers) {
         this.worker(worker, stage.name).process = process;
-        if (state) this.processes.set(process, { change: state, reason: "", pid });
+        if (state) this.processes.set(process, { change: state, reason: "", pid, node: host ? node : "" });
       }
     }
   }

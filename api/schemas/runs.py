@@ -130,6 +130,8 @@ class StageWorker(BaseModel):
     process: str = Field(description="The worker process that it runs in; empty for an external one.")
     state: str = Field(description="Last change of that process: started, ready, died, restarted, stopped.")
     pid: int
+    node: str = Field("", description="Name of the machine of that process, once it was ready.")
+    host: str = Field("", description="Name of the host that started it; empty on the machine that executes the run.")
     busy: float
     waiting_input: float
     waiting_room: float
@@ -155,6 +157,15 @@ class Warehouse(BaseModel):
     used: int = Field(description="Bytes.")
     capacity: int = Field(description="Bytes.")
     leaving: bool
+
+
+class Host(BaseModel):
+    """A process that starts workers of the run on a machine."""
+
+    name: str
+    node: str = Field(description="Name of the machine.")
+    state: str = Field(description="Its last change: ready, died, stopped.")
+    workers: list[str] = Field(description="The worker processes that it has started.")
 
 
 class Gate(BaseModel):
@@ -187,6 +198,7 @@ class StagesView(BaseModel):
         description="Samples and tokens: generated = trained + filtered + remade + in flight."
     )
     warehouses: list[Warehouse]
+    hosts: list[Host] = Field([], description="Of runs with workers on other machines.")
     dropped: dict[str, int] = Field(description="Groups that were dropped, by reason.")
     dropped_tokens: dict[str, int] = Field(description="Their tokens, by reason.")
     published: int = Field(description="The newest policy version that rollout may use.")

@@ -83,6 +83,7 @@ class RunTotals:
         self.workers: dict[str, WorkerTotals] = {}
         self.names: set[str] = set()
         self.processes: dict[str, tuple[str, int]] = {}
+        self.nodes: dict[str, tuple[str, str]] = {}  # machine and host of each process, since it was ready
         self.published: SyncEvent | None = None
         self.swapped: SyncEvent | None = None
         self.sync_seconds = {"publish": 0.0, "exposed": 0.0, "hidden": 0.0}
@@ -116,6 +117,8 @@ class RunTotals:
                 self.names.add(data.worker)
                 _, pid = self.processes.get(data.worker, ("", 0))
                 self.processes[data.worker] = data.change, data.pid or pid
+                if data.node:
+                    self.nodes[data.worker] = data.node, data.host
                 self.restarts += data.change == "restarted"
             case AlarmEvent():
                 self.alarms.append((event.time, data))

@@ -109,7 +109,7 @@ class Host:
             self._shared = (paths.out / RECIPE).is_file()  # by a network file system
             out = paths.out if self._shared else self._folder / self._index.run  # other runs may use the folder too
             out.mkdir(parents=True, exist_ok=True)
-            own = {"warehouse": node_id(shared), "out": str(out), "shared": str(shared)}
+            own = {"name": self.name, "warehouse": node_id(shared), "out": str(out), "shared": str(shared)}
             method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
             logs = (out if self._shared else self._folder) / "logs"
             launcher = ProcessLauncher(
@@ -151,7 +151,8 @@ class Host:
         return False
 
     async def _emit(self, change: str) -> None:
-        event = WorkerEvent(stage="host", worker=self.name, change=change, pid=os.getpid(), node=platform.node())
+        own, node = self.name, platform.node()
+        event = WorkerEvent(stage="host", worker=own, change=change, pid=os.getpid(), node=node, host=own)
         await self._index.emit(event)
 
     async def _take_orders(self, recipe: Recipe, launcher: ProcessLauncher) -> None:

@@ -38,6 +38,11 @@ class RunPaths:
         own = json.loads(given)
         return replace(self, out=Path(own["out"]), shared=Path(own["shared"])), own["warehouse"]
 
+    @staticmethod
+    def host_name() -> str:
+        """Returns the name of the host that has started this process; "" on the head."""
+        return str(json.loads(os.environ.get(HOST_VARIABLE) or "{}").get("name", ""))
+
     @property
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"

@@ -12,9 +12,11 @@ import argparse
 import asyncio
 import contextlib
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import structlog
 
@@ -210,7 +212,8 @@ class Worker:
 
     async def _emit(self, change: str) -> None:
         worker = f"{self.kind}-{self.number}"
-        await self.index.emit(WorkerEvent(stage=self.kind, worker=worker, name=self.name, change=change))
+        place: dict[str, Any] = {"node": platform.node(), "host": RunPaths.host_name()} if change == "ready" else {}
+        await self.index.emit(WorkerEvent(stage=self.kind, worker=worker, name=self.name, change=change, **place))
 
     async def _work(self, job: Job) -> None:
         async with asyncio.TaskGroup() as tasks:

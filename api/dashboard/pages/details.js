@@ -69,7 +69,7 @@ export class Workers {
     const quiet = progress.heard - worker.time > 6;
     const process = progress.processes.get(worker.process || worker.name);
     const state = process && process.change !== "ready" ? process.change : quiet && !progress.ended ? "silent" : "";
-    const where = [worker.process || (process ? worker.name : ""), process?.pid, state].filter(Boolean).join(" ");
+    const where = [worker.process || (process ? worker.name : ""), process?.pid, process?.node && `on ${process.node}`, state].filter(Boolean).join(" ");
     const values = [...SHARES.map((name) => percent(shares[name])), count(latest.queue_depth), count(latest.in_flight), number(worker.rate("rows")), number(worker.rate("tokens")), where];
     values.forEach((value, at) => say(row.cells[at], String(value)));
   }

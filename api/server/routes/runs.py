@@ -20,6 +20,7 @@ from api.schemas.runs import (
     CheckpointsView,
     CheckpointView,
     Gate,
+    Host,
     LogsQuery,
     RecipeSubmission,
     Resumption,
@@ -159,7 +160,9 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
     except IndexRefused:  # the run has not started
         gate = Gate(admitted=0, allowed=0, open=0)
         nothing: dict[str, dict[str, int]] = {key: {} for key in (*DROPPED, "ledger", "epochs")}
-        return StagesView(stages=[], warehouses=[], published=0, trained=0, gate=gate, flow={}, alarms=[], **nothing)
+        return StagesView(
+            stages=[], warehouses=[], hosts=[], published=0, trained=0, gate=gate, flow={}, alarms=[], **nothing
+        )
     counts = dataclasses.asdict(ledger)
     dropped = {name: counts.pop(name) for name in DROPPED}
     status = await service.run_statuses.of(index)
@@ -177,6 +180,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
         ledger=counts,
         **dropped,
         warehouses=[Warehouse(name=name, **house) for name, house in sorted((stats["warehouses"] or {}).items())],
+        hosts=list(_hosts(status)),
         published=stats["published"],
         trained=stats["trained"],
         flow=json.loads(flow or "{}"),
@@ -248,7 +252,14 @@ def _workers(status: RunStatus, stage: str) -> Iterator[StageWorker]:
             process = status.process(name)
             state, pid = status.processes.get(process, ("", 0))
             shares = {share: getattr(worker.latest, share) or 0 for share in SHARES}
-            yield StageWorker(worker=name, process=process, state=state, pid=pid, **shares)
+            node, host = status.nodes.get(process, ("", ""))
+            yield StageWorker(worker=name, process=process, state=state, pid=pid, node=node, host=host, **shares)
+
+
+def _hosts(status: RunStatus) -> Iterator[Host]:
+    for name in sorted(name for name, (_, host) in status.nodes.items() if host == name):
+        workers = sorted(worker for worker, (_, host) in status.nodes.items() if host == name != worker)
+        yield Host(name=name, node=status.nodes[name][0], state=status.processes[name][0], workers=workers)
 
 
 def _checkpoint(step: Path) -> CheckpointView | None:
