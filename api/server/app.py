@@ -29,7 +29,7 @@ from api.server.openapi import openapi_document
 from api.server.operations import build_routes
 from api.server.problems import problems
 from api.server.recipe_checks import Checks
-from api.server.routes import dashboard, external, metrics, recipes, runs, samples
+from api.server.routes import dashboard, external, metrics, policies, recipes, runs, samples
 from api.server.routes import service as service_routes
 from api.server.routes.metrics import watch
 from api.server.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
@@ -43,7 +43,16 @@ from pipeline.locks import Locked, locked
 
 log = structlog.get_logger()
 
-ROUTES = (runs, recipes, samples, external, metrics, service_routes, dashboard)  # in the order of the document
+ROUTES = (
+    runs,
+    recipes,
+    samples,
+    policies,
+    external,
+    metrics,
+    service_routes,
+    dashboard,
+)  # in the order of the document
 GC_THRESHOLD = (5_000, 2, 20)  # objects; collections of the youngest generation; of the middle one
 CLOSING_SECONDS = 5.0  # for open requests when the server closes
 LOCK = "server.lock"

@@ -26,9 +26,14 @@ async def read_body(request: web.Request, limit: int, seconds: float, *, media_t
                 body += part
                 length = max(length, len(body))
     if length > limit:
-        fix = f"send at most {limit} bytes"
-        raise HTTPProblem(413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix)
+        raise too_large(limit)
     return bytes(body)
+
+
+def too_large(limit: int) -> HTTPProblem:
+    """Return the problem of a body of more than ``limit`` bytes."""
+    fix = f"send at most {limit} bytes"
+    return HTTPProblem(413, f"The body is larger than {limit} bytes.", kind="too-large", field="body", fix=fix)
 
 
 def check_media_type(request: web.Request, media_type: str) -> None:

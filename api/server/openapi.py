@@ -61,6 +61,7 @@ def _describe(o: Operation, references: Mapping[Any, Any], tokens: bool) -> dict
         answer = {o.produces: {"schema": {"type": "string", "contentMediaType": o.produces, "contentSchema": items}}}
     elif o.produces:
         answer = _text_or_bytes(o.produces)
+    answer |= _text_or_bytes("text/event-stream") if o.streams else {}
     success: dict[str, Any] = {"content": answer} if answer else {}
     if o.sends:
         success["headers"] = {name: _header(text, "string") for name, text in o.sends.items()}

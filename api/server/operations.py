@@ -73,7 +73,8 @@ class Operation:
     itself. ``sends``: headers of a successful answer and their meaning. ``seconds``: deadline (None:
     the server's; 0: none). ``body_limit``: bytes (None: the server's). ``body_values``: limit of values in a JSON body, ten
     times that of its tables and lists, and of its keys. ``body_optional``: no body is read as an empty object. ``hidden``:
-    not in the document. ``events``: payload models of an event stream.
+    not in the document. ``events``: payload models of an event stream. ``streams``: whether it answers an event stream, too,
+    where the body asks for one.
     """
 
     method: Method
@@ -94,6 +95,7 @@ class Operation:
     body_optional: bool = False
     hidden: bool = False
     events: Mapping[str, type[BaseModel]] = field(default_factory=dict)
+    streams: bool = False
 
     @cached_property
     def hints(self) -> dict[str, Any]:

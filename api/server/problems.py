@@ -18,6 +18,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
 from api.schemas.text import Text, sendable
+from orchestration.policy.source import PoliciesBusy, PolicyUnknown
 from orchestration.recipe.problems import RecipeError
 from orchestration.service.registry import KeyReused, UnknownRun, WrongState
 from pipeline.index.client import IndexUnreachable
@@ -59,6 +60,7 @@ class ProblemDetails(BaseModel):
     value: Any = None
     fix: Text | None = None
     errors: list[Wrong] = []
+    message: Text | None = Field(None, description="Detail and fix, for clients of OpenAI's API.")
 
 
 class HTTPProblem(Exception):
@@ -88,6 +90,7 @@ class HTTPProblem(Exception):
             value=shown(value),
             fix=fix,
             errors=list(errors),
+            message=f"{detail} Fix: {fix}" if fix else detail,
         )
 
     def body(self) -> bytes:
@@ -191,6 +194,10 @@ def problem_of(error: Exception) -> HTTPProblem:
             return HTTPProblem(
                 404, "There is no such run.", kind="unknown-run", field="path.run", fix="see GET /v1/runs"
             )
+        case PolicyUnknown():
+            return HTTPProblem(404, str(error), kind="unknown-model", field="model", fix="see GET /v1/models")
+        case PoliciesBusy():
+            return HTTPProblem(503, str(error), kind="policies", field="model", headers={"Retry-After": "10"})
         case WrongState():
             fix = "wait until it is in a state in which it can, or leave it"
             return HTTPProblem(409, str(error), kind="wrong-state", field="state", value=error.state, fix=fix)

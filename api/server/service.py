@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from api.policy.processes import PolicyProcesses
 from api.server.access.sessions import Sessions
 from api.server.access.tokens import Scope, Token, Tokens
 from api.server.external_sessions import ExternalSessions
@@ -28,6 +29,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 INDEX_SECONDS = 10.0  # for which a request waits for an index that restarts
 MOST_HELD = 2000  # requests that wait or stream, unless connections are limited to fewer
 PRINCIPAL = web.RequestKey("principal", Token)  # the token of a request for an operation with a scope
+NO_TOKEN = "none"  # is as if no token came: clients of OpenAI's API cannot be made without one
 LOCAL = Token("local", "local", "admin", 0.0, None)  # the token of every request where none is required
 
 
@@ -42,6 +44,7 @@ class Settings(BaseModel):
     ``header_seconds``: until a request's headers are complete. ``max_connections``,
     ``max_connections_per_address``: 0: derived from the limit of open files. ``rate``, ``burst``: requests of one client,
     per second and at once. ``max_waiting``: runs in the queue. ``max_workers``, ``max_arena``: limits of one recipe.
+    ``policies``: how many are served at once; 0: none. ``checkpoints``: folders of models that are served, by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -74,6 +77,8 @@ class Settings(BaseModel):
     max_connections_per_address: int = Field(default=0, ge=0)
     rate: float = Field(default=1000.0, gt=0)
     burst: int = Field(default=2000, ge=1)
+    policies: int = Field(default=1, ge=0)
+    checkpoints: dict[str, Path] = {}
     max_waiting: int = Field(default=1000, ge=1)
     max_workers: int = Field(default=64, ge=3)
     max_arena: int = Field(default=16 * 2**30, gt=0)
@@ -88,6 +93,23 @@ class Settings(BaseModel):
         return self.require_token or not self.loopback or bool(self.hosts)
 
 
+async def allowed(tokens: Tokens, headers: Mapping[str, str], scope: Scope, *, needed: bool) -> Token:
+    """Return the token of a request; LOCAL where none came and none is ``needed``. Raises an HTTPProblem (401, 403)."""
+    kind, _, presented = headers.get("Authorization", "").partition(" ")
+    kind = "" if presented == NO_TOKEN else kind
+    if not kind and not needed:
+        return LOCAL
+    token = await tokens.find(presented.strip()) if kind.lower() == "bearer" else None
+    if token is None:
+        wrong = "The token is not valid." if kind else "A token is needed."
+        fix = "send the header 'Authorization: Bearer TOKEN'; `asyncdock token create` makes one"
+        raise HTTPProblem(401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'})
+    if not token.may(scope):
+        detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
+        raise HTTPProblem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
+    return token
+
+
 class Service:
     """State of one server. ``closing`` is set when the server closes: streams then send a last message and end. ``checks``
     that are passed in are closed by the caller."""
@@ -99,6 +121,7 @@ class Service:
         self.closing = asyncio.Event()
         self.run_statuses = RunStatuses()
         self.external_sessions = ExternalSessions(settings.data, registry)
+        self.policies = PolicyProcesses(settings.policies)
         self.most_held, self._held = MOST_HELD, 0
 
     def index(self, run: str) -> Index:
@@ -131,20 +154,7 @@ class Service:
                 yield
 
     async def _token(self, request: web.Request, scope: Scope) -> Token:
-        kind, _, presented = request.headers.get("Authorization", "").partition(" ")
-        if not kind and not self.settings.tokens_needed:
-            return LOCAL
-        token = await self.tokens.find(presented.strip()) if kind.lower() == "bearer" else None
-        if token is None:
-            wrong = "The token is not valid." if kind else "A token is needed."
-            fix = "send the header 'Authorization: Bearer TOKEN'; `asyncdock token create` makes one"
-            raise HTTPProblem(
-                401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'}
-            )
-        if not token.may(scope):
-            detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
-            raise HTTPProblem(403, detail, kind="scope", fix=f"ask for a token of scope {scope}")
-        return token
+        return await allowed(self.tokens, request.headers, scope, needed=self.settings.tokens_needed)
 
     async def forget(self, run: str) -> None:
         """Close what is open for a deleted run."""
@@ -154,6 +164,7 @@ class Service:
     async def close(self) -> None:
         self.closing.set()
         await self.external_sessions.close()
+        await self.policies.close()
         await self.tokens.close()
         if self._owns_checks:
             await asyncio.to_thread(self.checks.close)

@@ -25,6 +25,7 @@ from orchestration.recipe.sections import (
     RewardSection,
     RolloutSection,
     Section,
+    ServeSection,
     StageSection,
     SyncSection,
     TeacherSection,
@@ -55,6 +56,7 @@ class Recipe(Section):
     teacher: TeacherSection = TeacherSection()
     pipeline: PipelineSection = PipelineSection()
     sync: SyncSection = SyncSection()
+    serve: ServeSection = ServeSection()
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()

@@ -445,6 +445,18 @@ class SyncSection(Section):
     timeout: Seconds = key(120.0, "Longest time that reading or loading a version may take.")
 
 
+class ServeSection(Section):
+    """The run's policy, served to other programs (docs/serving.md)."""
+
+    share: float = key(
+        0.25,
+        "While the run trains, the engines that serve its policy on the same machine compute for at most this share of the "
+        "time.",
+        gt=0,
+        le=1,
+    )
+
+
 class EvaluateSection(Section):
     """Evaluation: held-out prompts, answered greedily beside training."""
 

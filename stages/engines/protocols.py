@@ -101,6 +101,17 @@ class Completion:
         return min(version for version, _ in self.versions)
 
 
+@dataclass(frozen=True)
+class Token:
+    """The newest token of the response at ``place`` of ``group``, made by weights of ``version``."""
+
+    group: int
+    place: int
+    token_id: int
+    logprob: float
+    version: int
+
+
 class RolloutEngine(Protocol):
     """Generates responses. An engine belongs to one asyncio loop; it computes in a thread, in other processes or on a
     device."""
@@ -148,6 +159,14 @@ class ReceivingEngine(Protocol):
     async def receive(self, published: Published) -> Mapping[str, torch.Tensor]:
         """Receive and verify the bytes near the engine's devices while it generates. The result is for ``load_weights``; its
         tensors may have names, shapes and dtypes without values. Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """A rollout engine that returns each token as it is made."""
+
+    def stream(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Token | Completion]:
+        """As :meth:`RolloutEngine.generate`; before a response's completion come its new tokens, in order."""
 
 
 @runtime_checkable

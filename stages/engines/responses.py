@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import torch
 
-from stages.engines.protocols import Completion, EngineFailed, FinishReason, GroupRequest
+from stages.engines.protocols import Completion, EngineFailed, FinishReason, GroupRequest, Token
 
 
 class ResponseInProgress:
@@ -48,18 +49,19 @@ def engine_failed(error: BaseException) -> EngineFailed:
     return failed
 
 
-class Responses(AsyncIterator[Completion]):
-    """Yields ``rows`` completions. Calls ``abort`` with this object when it ends before all of them were yielded."""
+class Responses(AsyncIterator[Any]):
+    """Yields ``rows`` completions, and tokens where the engine streams them. Calls ``abort`` with this object when it ends
+    before all of them were yielded."""
 
     def __init__(self, rows: int, abort: Callable[[Responses], None]) -> None:
         self._left, self._abort = rows, abort
-        self.queue: asyncio.Queue[Completion | Exception] = asyncio.Queue()
+        self.queue: asyncio.Queue[Token | Completion | Exception] = asyncio.Queue()
 
     def put(self, item: Completion | Exception) -> None:
         """Add a response that has ended, or the error that ends all the others. Called in the consumer's loop."""
         self.queue.put_nowait(item)
 
-    async def __anext__(self) -> Completion:
+    async def __anext__(self) -> Any:
         if not self._left:
             raise StopAsyncIteration
         try:
@@ -70,7 +72,7 @@ class Responses(AsyncIterator[Completion]):
         if isinstance(item, Exception):
             self._left = 0
             raise item
-        self._left -= 1
+        self._left -= isinstance(item, Completion)
         return item
 
     async def aclose(self) -> None:

@@ -56,6 +56,10 @@ def serve_command(
     rate: Annotated[float, typer.Option(help="Requests a second of one address.")] = 1000.0,
     max_connections: Annotated[int, typer.Option(help="0: as the limit of open files has room for.")] = 0,
     max_connections_per_address: Annotated[int, typer.Option(help="0: seven eighths of all.")] = 0,
+    policies: Annotated[int, typer.Option(metavar="N", help="Policies that are served at once; 0: none.")] = 1,
+    checkpoint: Annotated[
+        Names, typer.Option(metavar="NAME=DIR", help="A model that is served, as Hugging Face has it. Repeatable.")
+    ] = None,
     max_waiting: Annotated[int, typer.Option(help="Runs in the queue.")] = 1000,
     max_workers: Annotated[int, typer.Option(help="Worker processes of one run.")] = 64,
     max_arena: Annotated[str, typer.Option(metavar="SIZE", help="pipeline.arena of one run.")] = "16GiB",
@@ -91,6 +95,8 @@ def serve_command(
             burst=max(1, int(2 * rate)),
             max_connections=max_connections,
             max_connections_per_address=max_connections_per_address,
+            policies=policies,
+            checkpoints=_checkpoints(checkpoint),
             max_waiting=max_waiting,
             max_workers=max_workers,
             max_arena=int(str(parse_size(max_arena))),
@@ -108,6 +114,18 @@ def _folders(option: str, given: Folders) -> tuple[Path, ...]:
         if not path.is_dir():
             refuse(f"{option}: {path} is no directory")
     return tuple(path.resolve() for path in given or ())
+
+
+def _checkpoints(given: Names) -> dict[str, Path]:
+    found = {}
+    for text in given or ():
+        name, _, folder = text.partition("=")
+        if not name or not (Path(folder) / "config.json").is_file():
+            refuse(
+                f"--checkpoint: {text!r} is no NAME=DIR with a Hugging Face checkpoint in DIR, which has a config.json"
+            )
+        found[name] = Path(folder).resolve()
+    return found
 
 
 async def _serve(settings: Settings) -> None:

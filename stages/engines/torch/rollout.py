@@ -30,7 +30,7 @@ import torch
 from stages import device as devices
 from stages.adapters.options import AdapterOptions
 from stages.engines.checks import check_request
-from stages.engines.protocols import Completion, EngineClosed, EngineFailed, GroupRequest, SwapTimes
+from stages.engines.protocols import Completion, EngineClosed, EngineFailed, GroupRequest, SwapTimes, Token
 from stages.engines.responses import Responses, engine_failed
 from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoding.decoder import TorchDecoder
@@ -111,12 +111,18 @@ class TorchRolloutEngine:
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         """See :class:`RolloutEngine`. The rows are submitted before the iterator is awaited. Raises ``ValueError`` for a
         request that cannot be served, and ``EngineClosed``; the iterator raises that and ``EngineFailed``."""
+        return self._generate(requests, streams=False)
+
+    def stream(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Token | Completion]:
+        return self._generate(requests, streams=True)
+
+    def _generate(self, requests: Sequence[GroupRequest], *, streams: bool) -> Responses:
         self._refuse_closed()
         for request in requests:
             self._check(request)
         count = sum(len(request.places) for request in requests)
         responses = Responses(count, lambda _: self._post_abort(submission))
-        submission = Submission(asyncio.get_running_loop(), responses.queue)
+        submission = Submission(asyncio.get_running_loop(), responses.queue, streams)
         rows: list[ResponseRow] = []
         for request in requests:
             group = PendingGroup(request, request.prompt_ids, waiting=len(request.places))

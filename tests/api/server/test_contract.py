@@ -91,7 +91,7 @@ async def _statuses(client: Client, headers: dict[str, str]) -> dict[tuple[str, 
     received = await (await client.get("/openapi.json")).json()
 
     async def ask(method: str, path: str) -> tuple[tuple[str, str], int]:
-        url = re.sub(r"{(version|token)}", "1", re.sub(r"{(run|name)}", "unknown", path))
+        url = re.sub(r"{(version|token)}", "1", re.sub(r"{(run|name|model)}", "unknown", path))
         async with client.request(method, url, headers=headers) as answer:
             return (method, path), answer.status
 

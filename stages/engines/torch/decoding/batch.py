@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from stages import device as devices
-from stages.engines.protocols import Completion, FinishReason
+from stages.engines.protocols import Completion, FinishReason, Token
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
 from stages.engines.torch.decoding.sampling import Drawn, draw, uniform
@@ -181,12 +181,17 @@ class ContinuousBatch:
 
     def _append(self, first: int, drawn: Drawn) -> bool:
         """Append the drawn tokens to the rows from number ``first`` on that have not ended. Returns whether any ends."""
-        ended = False
+        ended, streamed = False, dict[int, tuple[Submission, list[Token]]]()
         for row, token, logprob in zip(self.rows[first:], *drawn.read(), strict=True):
             if row.ended is None:
                 row.append(token, logprob, self.version)
                 row.ended = self._finish_reason(row)
                 ended = ended or row.ended is not None
+                if row.submission.streams:
+                    made = Token(row.request.group, row.place, token, logprob, self.version)
+                    streamed.setdefault(id(row.submission), (row.submission, []))[1].append(made)
+        for submission, tokens in streamed.values():
+            submission.deliver(tokens)
         return ended
 
     def _deliver_ended(self) -> None:

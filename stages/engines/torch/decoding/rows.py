@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stages.engines.protocols import Completion, FinishReason, GroupRequest
+from stages.engines.protocols import Completion, FinishReason, GroupRequest, Token
 from stages.engines.responses import ResponseInProgress
 from stages.engines.torch.decoding.decoder import Prompt
 
@@ -27,12 +27,13 @@ class PendingGroup:
 
 @dataclass(eq=False)
 class Submission:
-    """One call of ``generate``: the loop and the queue for its completions."""
+    """One call of ``generate`` or ``stream``: the loop, and the queue for its completions and, if it ``streams``, tokens."""
 
     loop: asyncio.AbstractEventLoop
-    results: asyncio.Queue[Completion | Exception]
+    results: asyncio.Queue[Token | Completion | Exception]
+    streams: bool = False
 
-    def deliver(self, items: Sequence[Completion | Exception]) -> None:
+    def deliver(self, items: Sequence[Token | Completion | Exception]) -> None:
         """Put ``items`` into the queue, from another thread. Does nothing when the loop is closed."""
 
         def put() -> None:

@@ -1,0 +1,1 @@
+"""Policies that are served: their engines, and the versions that these take."""

@@ -1,0 +1,130 @@
+"""The engines of one served policy: requests under way keep the version that they began with.
+
+    request ──▶ the newest engine ──▶ tokens of one version
+    version v+1 ──▶ an engine without pinned requests loads it (itself, or a second one that is made for this) ──▶ it is the
+                    newest; the other one ends its requests with v, and then is free for the next version
+
+At most two engines exist. While both have pinned requests a new version waits, and a newer one takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stages.engines.protocols import RolloutEngine
+from stages.threads import run_in_temporary_thread
+
+MakeEngine = Callable[[int, Path | None], RolloutEngine]  # of a version, with the model of a checkpoint
+TURN_SECONDS = 0.05  # of computing, between two pauses of engines with a share
+
+
+@dataclass(eq=False)
+class _Slot:
+    engine: RolloutEngine
+    requests: int = 0
+    pinned: int = 0  # of them, those that keep their version
+    swapping: bool = False
+
+
+class PolicyEngines:
+    """The engines of one policy. ``make`` blocks; it is called in a thread."""
+
+    def __init__(self, make: MakeEngine) -> None:
+        self._make = make
+        self._begin: tuple[int, Path | None] = (0, None)  # what a second engine is made from
+        self._slots: list[_Slot] = []  # the last one takes new requests
+        self._changed = asyncio.Condition()
+
+    @property
+    def version(self) -> int:
+        return self._slots[-1].engine.version
+
+    async def open(self, version: int, checkpoint: Path | None) -> None:
+        """Make the first engine, or for a new checkpoint one in the place of a free one."""
+        made = _Slot(await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(version, checkpoint)))
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._slots) < 2 or any(not s.requests for s in self._slots))
+            free = next((slot for slot in self._slots if not slot.requests), None)
+            self._slots = [slot for slot in self._slots if slot is not free] + [made]
+            self._begin = (version, checkpoint)
+        if free is not None:
+            await free.engine.close()
+
+    @contextlib.asynccontextmanager
+    async def engine(self, *, mixed: bool) -> AsyncIterator[RolloutEngine]:
+        """The newest engine, for one request. Unless ``mixed``, it keeps its weights until the request ends."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._slots[-1].swapping)
+            slot = self._slots[-1]
+            slot.requests, slot.pinned = slot.requests + 1, slot.pinned + (not mixed)
+            self._changed.notify_all()
+        try:
+            yield slot.engine
+        finally:
+            slot.requests, slot.pinned = slot.requests - 1, slot.pinned - (not mixed)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def free(self) -> None:
+        """Wait until a version can be loaded at once."""
+        async with self._changed:
+            await self._changed.wait_for(self._is_free)
+
+    def _is_free(self) -> bool:
+        return len(self._slots) < 2 or any(not slot.pinned for slot in self._slots)
+
+    async def swap(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load ``weights``, as :meth:`RolloutEngine.load_weights` takes them, for the requests from now on. Raises
+        WeightMismatch, and keeps the old ones."""
+        await self.free()
+        unpinned = [slot for slot in self._slots if not slot.pinned]
+        slot = max(unpinned, key=lambda slot: slot.requests, default=None)  # requests that mix versions get this one
+        if slot is None:
+            slot = _Slot(await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(*self._begin)))
+            self._slots.insert(0, slot)
+        slot.swapping = True
+        try:
+            await slot.engine.load_weights(version, weights)
+            self._slots = [other for other in self._slots if other is not slot] + [slot]
+        finally:
+            slot.swapping = False
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def keep_share(self, share: Callable[[], float]) -> None:
+        """While there are requests, let the engines compute for at most ``share()`` of the time."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: any(slot.requests for slot in self._slots))
+            began = time.monotonic()
+            await asyncio.sleep(TURN_SECONDS)
+            if (part := share()) >= 1:
+                continue
+            engines = [slot.engine for slot in self._slots]
+            try:
+                await asyncio.gather(
+                    *(engine.pause() for engine in engines), return_exceptions=True
+                )  # one may be closed
+                await asyncio.sleep(pause_after(time.monotonic() - began, part))
+            finally:
+                await asyncio.gather(*(engine.resume() for engine in engines), return_exceptions=True)
+
+    async def close(self) -> None:
+        for slot in self._slots:
+            await slot.engine.close()
+
+
+def pause_after(busy: float, share: float) -> float:
+    """Returns the seconds to pause after ``busy`` seconds of computing, so that these are ``share`` of all.
+
+    >>> pause_after(0.05, 0.25), pause_after(0.05, 1.0)
+    (0.15000000000000002, 0.0)
+    """
+    return busy * (1.0 / share - 1.0)

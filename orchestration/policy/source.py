@@ -1,0 +1,48 @@
+"""Names what is served. Imported without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+
+
+class PolicyUnknown(LookupError):
+    """There is no such policy, or none yet; the message says which there are."""
+
+
+class PoliciesBusy(RuntimeError):
+    """As many policies as may be are in use; the message names them."""
+
+
+def parse_model(model: str) -> tuple[str, int | None]:
+    """Returns the name and the version of ``NAME@VERSION``, or of ``NAME`` and None. Raises PolicyUnknown.
+
+    >>> parse_model("tiny@20"), parse_model("tiny")
+    (('tiny', 20), ('tiny', None))
+    """
+    match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9_.-]*)(?:@([0-9]{1,9}))?", model)
+    if match is None:
+        raise PolicyUnknown("a model is named as RUN, RUN@VERSION or NAME")
+    return match[1], int(match[2]) if match[2] else None
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """What is served under ``name``: the policy of the run ``run`` in the index ``index``, the newest or that of
+    ``version``; or the Hugging Face checkpoint in ``folder``. ``beside``: on the machine that trains, where ``serve.share``
+    holds."""
+
+    name: str
+    index: str = ""
+    run: str = ""
+    version: int | None = None
+    folder: str = ""
+    beside: bool = True
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> PolicySource:
+        return cls(**json.loads(text))
