@@ -301,6 +301,7 @@ class Run:
             rescale=partial(_rescale, self.recipe, remote, hosts, self._devices),
         )
         try:
+            await remote.begin()
             scale = self.recipe.launch.autoscale
             scaling = [Autoscaler(self._index, scale, self.recipe.rollout.workers).run()] if scale.max else []
             outcome, *_ = await first_of(self.supervisor.run(stop), *scaling)
