@@ -144,11 +144,15 @@ class Pulse:
         return time.monotonic() - self._changed
 
 
+class Unplaceable(RuntimeError):
+    """Workers can have no place on the cluster; the message says why and what to do."""
+
+
 class Hosts(Protocol):
     """Hosts of a cluster: starts them, and places workers on them."""
 
     async def host_of(self, worker: Worker) -> str:
-        """Wait until a host has a place for ``worker``, and return its name."""
+        """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable."""
 
     def lost(self, host: str) -> str:
         """Returns why ``host`` has ended; "" while it has not."""
@@ -174,6 +178,16 @@ class RemoteLauncher:
         self._orders, self._ordering = 0, asyncio.Lock()
         self._lost: dict[str, str] = {}  # host → why
         self._beating = asyncio.create_task(beat(index, HEAD)) if remote else None
+
+    async def begin(self) -> None:
+        """End the workers that a former head of the run, which was killed, has ordered; hosts have room again then."""
+        if not self._remote:
+            return
+        self._orders = await self.index.log_end(ORDERS)
+        for kind, number in self._remote:
+            if former := await self.index.get(f"life:{kind}-{number}"):
+                await self.index.put_once(f"host:{former}", HEAD)  # none may take the order any more
+                await order_end(self.index, former)
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         if (kind, number) not in self._remote:
@@ -232,7 +246,7 @@ class RemoteLife:
         while (code := await self._index.get(f"exit:{self._name}")) is None:
             if self._end.is_set() and not ordered:
                 ordered = True
-                await self._order_end()
+                await order_end(self._index, self._name)
             taken = await self._index.put_once(f"host:{self._name}", HEAD) if ordered else await self._host()
             if taken == HEAD:  # no host has taken the order, and none will
                 return -signal.SIGKILL
@@ -242,7 +256,7 @@ class RemoteLife:
                 reason = f"no sign of life for {LOST_SECONDS:.0f} s"
             if reason:
                 self.orphaned = LostHost(taken or placed, reason)
-                await self._order_end()
+                await order_end(self._index, self._name)
                 await self._launcher.lose(self.orphaned)
                 return -signal.SIGKILL
             woken = await first_of(
@@ -254,6 +268,8 @@ class RemoteLife:
     async def _host(self) -> str:
         return await self._index.get(f"host:{self._name}") or ""
 
-    async def _order_end(self) -> None:
-        await self._index.put(f"end:{self._name}", "1")
-        await self._index.wake(HOSTS)
+
+async def order_end(index: Index, name: str) -> None:
+    """Order the host of the worker ``name`` to end it."""
+    await index.put(f"end:{name}", "1")
+    await index.wake(HOSTS)

@@ -295,6 +295,7 @@ class Run:
             guard=GuardWatch(self._index, Guard(options_of(self.recipe)), self.recipe.guard.on_alarm),
         )
         try:
+            await remote.begin()
             return await self.supervisor.run(stop)
         finally:
             remote.close()

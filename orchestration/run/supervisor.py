@@ -37,7 +37,7 @@ from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
 from orchestration.run.kinds import kind_of
-from orchestration.run.launchers import Launcher, Life
+from orchestration.run.launchers import Launcher, Life, Unplaceable
 from orchestration.service.registry import LIVE
 from pipeline.events import WorkerEvent
 from pipeline.first_of import first_of
@@ -101,7 +101,7 @@ class Supervisor:
         await self.index.transition(["created"], "starting")
         try:
             outcome = await self._supervise(stop)
-        except (_Failed, GuardFailed) as failed:
+        except (_Failed, GuardFailed, Unplaceable) as failed:
             outcome = Outcome("failed", str(failed))
         except _Rewind as gone:
             outcome = Outcome(REWIND, str(gone))
@@ -112,7 +112,7 @@ class Supervisor:
             self._stopping = True
             for life in self._lives.values():
                 life.end()
-            await asyncio.gather(*(life.wait() for life in self._lives.values()))
+            await asyncio.gather(*(life.wait() for life in self._lives.values()), return_exceptions=True)
         if outcome.state != REWIND:
             await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
         return outcome

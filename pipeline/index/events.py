@@ -74,6 +74,11 @@ class Logs(Calls):
 
         await self._link.retry(once)
 
+    async def log_end(self, log: str) -> int:
+        """The number of the entry that ``log`` gets next."""
+        found = await self._redis.xrevrange(self.prefix + log, count=1)
+        return int(found[0][0].decode().partition("-")[0]) if found else 0
+
     async def read_log(self, log: str, number: int, timeout: float) -> bytes | None:
         """Entry ``number`` of ``log``, waiting ``timeout`` seconds for it. Raises IndexRefused when it was trimmed."""
         found = await self._read({log: f"{number}-0"}, timeout, 1)

@@ -25,6 +25,7 @@ from orchestration.recipe.problems import Problem, RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, SyncSection
 from orchestration.recipe.values import format_size
+from pipeline.index.link import redacted
 from stages.prompts.files import Reading
 
 LONGEST_NAME = 64
@@ -81,6 +82,9 @@ def accept(
     submission.refuse_code()
     submission.refuse_addresses()
     submission.resolve_paths()
+    pipeline = submission.data.get("pipeline")
+    if settings.index and isinstance(pipeline, dict):  # checks see where the service's index is, without its password
+        pipeline["index"] = redacted(settings.index)
     recipe = parse_recipe(
         submission.data,
         problems=submission.problems,
@@ -90,7 +94,7 @@ def accept(
     )
     if problems := list(_beyond_limits(settings, recipe)):
         raise RecipeError("recipe", problems)
-    return recipe
+    return recipe.model_copy(update={"pipeline": recipe.pipeline.model_copy(update={"index": "embedded"})})
 
 
 class _Submission:

@@ -250,6 +250,16 @@ def test_checkpoints_are_copied_only_to_listed_places(tmp_path: Path) -> None:
     assert accept(given, recipe(), {"checkpoint.url": f"file://{place}"}).checkpoint.url == f"file://{place}"
 
 
+def test_hosts_may_run_workers_where_the_services_index_is_reached_from_other_machines() -> None:
+    wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "collective", "sync.serve": "0.0.0.0"}
+    wanted |= {"launch.remote_rollouts": 1, "launch.launcher": "process"}
+    assert "pipeline.index" in refused(recipe(), wanted, allow_listen={"0.0.0.0"})
+    given = Settings(data=Path(), allow_listen=frozenset(["0.0.0.0"]), index="redis://:secret@10.0.0.1")
+    accepted = accept(given, recipe(), wanted)
+    assert accepted.pipeline.index == "embedded", "no recipe shows the service's index"
+    assert accepted.launch.remote_rollouts == 1
+
+
 def test_a_deep_recipe_is_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100):
