@@ -181,10 +181,10 @@ class RemoteLauncher:
 
     async def begin(self) -> None:
         """End the workers that a former head of the run, which was killed, has ordered; hosts have room again then."""
-        if not self._remote:
+        if not self.remote:
             return
         self._orders = await self.index.log_end(ORDERS)
-        for kind, number in self._remote:
+        for kind, number in self.remote:
             if former := await self.index.get(f"life:{kind}-{number}"):
                 await self.index.put_once(f"host:{former}", HEAD)  # none may take the order any more
                 await order_end(self.index, former)
