@@ -538,8 +538,7 @@ class LaunchSection(Section):
     )
     max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = key(
         3,
-        "Restarts of one worker, or rank group, within `restart_window`; with the next one the run fails. A rollout worker "
-        "waits instead until it may be restarted, while another one works.",
+        "Restarts of one worker, or rank group, within `restart_window`; the next one fails the run, or lets a rollout wait.",
     )
     restart_window: Seconds = key(3600.0, "How long a restart counts for `max_restarts`.")
     startup_timeout: Seconds = key(300.0, "Longest time until all workers are ready.")
@@ -548,11 +547,7 @@ class LaunchSection(Section):
         "When the run is stopped: time for workers to finish their claims, and for the trainer to write a checkpoint.",
     )
     autoscale: AutoscaleSection = AutoscaleSection()
-    leave_timeout: Seconds = key(
-        60.0,
-        "When a rollout worker leaves (`asyncdock runs scale`, or its host is stopped): time to park its responses, and for "
-        "the host to move its samples to other machines.",
-    )
+    leave_timeout: Seconds = key(60.0, "Time for a leaving rollout worker to park, and its host to move samples.")
     collective_timeout: Seconds = key(300.0, "Longest wait of a rank for the others in a collective call.")
     hang_timeout: Seconds = key(
         120.0, "Longest time without a sign of life of a worker; then it is ended, and restarted as a dead one."
