@@ -4,6 +4,7 @@
     check, plan    what follows from a recipe, without running it
     recipes        the stored recipes, and the keys of a recipe
     serve, agent   a service, and the process that executes its runs (api.cli.service)
+    deploy         the policy of a run on Ray Serve (api.cli.service.deploy)
     runs, login    the runs of a service, over REST (api.cli.service.runs)
     why            what a run waits for at this moment (api.cli.service.why)
     dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
@@ -37,6 +38,7 @@ from api.cli.output import print_json, refuse
 from api.cli.pairs import pairs_command
 from api.cli.recipe_files import RecipeArgument, description, find, load, stored
 from api.cli.service.agent import agent_command
+from api.cli.service.deploy import deploy_command
 from api.cli.service.host import host_command
 from api.cli.service.runs import login, logout, runs_app
 from api.cli.service.serve import serve_command
@@ -221,6 +223,7 @@ def plan_reshard(
 
 
 app.command("agent")(agent_command)
+app.command("deploy")(deploy_command)
 app.command("host")(host_command)
 app.command("pairs")(pairs_command)
 app.command("track")(track_command)
