@@ -538,7 +538,7 @@ class LaunchSection(Section):
     )
     max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = key(
         3,
-        "Restarts of one worker, or rank group, within `restart_window`; the next one fails the run, or lets a rollout wait.",
+        "Restarts of one worker, or rank group, within `restart_window`; the next fails the run, or lets a rollout wait.",
     )
     restart_window: Seconds = key(3600.0, "How long a restart counts for `max_restarts`.")
     startup_timeout: Seconds = key(300.0, "Longest time until all workers are ready.")
