@@ -87,7 +87,7 @@ class Workload:
         )
 
 
-SMOKE = Workload(steps=36, step_seconds=0.3, window=1.5, most=3)
+SMOKE = Workload(steps=36, step_seconds=0.15, window=0.5, most=3)
 
 
 class LoadedEngine(MockRolloutEngine):

@@ -14,6 +14,7 @@ from orchestration.elastic.scale import SCALE, request_leave, request_scale, sca
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run import hosts
+from orchestration.run.builders.rollout import RolloutJob
 from orchestration.run.kinds import remote_workers, workers_of
 from orchestration.run.launchers import HEAD, ORDERS, beat
 from orchestration.run.paths import RunPaths
@@ -94,10 +95,8 @@ async def test_a_rollout_that_does_not_leave_in_time_is_ended_and_its_rows_are_m
     async def stuck(self: Any) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(MockRolloutEngine, "cut", stuck)
-    of = recipe(
-        LONG_TAILED, train__steps=STEPS, checkpoint__every=STEPS, launch__leave_timeout=0.3, pipeline__staleness=2
-    )
+    monkeypatch.setattr(RolloutJob, "leave", stuck)  # it goes on as if it had not been asked
+    of = recipe(LONG_TAILED, train__steps=6, checkpoint__every=STEPS, launch__leave_timeout=0.3, pipeline__staleness=2)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: counted(watched, "tokens").get("rollout-1", 0) > 0)
         await scale(watched, 1)
