@@ -12,6 +12,7 @@ A machine that was killed comes back with a new host; a killed head is resumed. 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import collections
 import contextlib
 import hashlib
@@ -31,7 +32,9 @@ import psutil
 from benchmarks.dispatch_scale import Infeasible, Network, index_server, start_index
 from benchmarks.kill_soak import Broken, tail
 from orchestration.events_file import METRICS, read_metrics
+from orchestration.guard.waiting import waiting_chain
 from orchestration.service.lifecycle import WHERE
+from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 from tests.machines import Machines
 
@@ -107,7 +110,7 @@ class ClusterSoak:
             while head.poll() is None:
                 now = time.monotonic()
                 if now - began > self.deadline:
-                    raise Broken(f"run {number} has not ended in {self.deadline:.0f} s\n{tail(log)}\n{self._why(out)}")
+                    raise Broken(f"run {number} has not ended in {self.deadline:.0f} s\n{tail(log)}\n{self._why(run)}")
                 run = self._keep_hosts(out, run, HOSTS[:remote])
                 for machine in [machine for machine, back in self._down.items() if now >= back]:
                     self._plug(machine)
@@ -196,12 +199,14 @@ class ClusterSoak:
         self.kills[name] += 1
         return kind
 
-    def _why(self, out: Path) -> str:
-        """What the run waits for, as `asyncdock why` prints it."""
-        found = subprocess.run(
-            [sys.executable, "-m", "api.cli.main", "why", str(out)], capture_output=True, text=True, check=False
-        )
-        return found.stdout + found.stderr
+    def _why(self, run: str) -> str:
+        """What ``run`` waits for, as `asyncdock why` prints it."""
+
+        async def chain() -> list[str]:
+            async with Index(self.server.url, run) as index:
+                return [str(wait) for wait in await waiting_chain(index)]
+
+        return "\n".join(asyncio.run(chain())) if run else "it has not begun"
 
     def _check(self, out: Path, bound: int) -> str:
         events = list(read_metrics(out / METRICS))

@@ -164,6 +164,8 @@ class Controller:
                         self.wake()
                 finally:
                     await outputs.aclose()
+            if self._stopping and claim.token not in self._settled and self._held[claim.token] > 0:
+                await self.dock.index.hand_back(claim)  # the stage gives back what it has not begun
         except (LeaseLost, StaleHandle) as lost:
             # Another worker may hold these rows now: drop their outputs, and keep those that are committed.
             log.warning("lease lost", stage=self.stage.name, rows=len(claim), reason=str(lost))

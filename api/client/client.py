@@ -126,6 +126,10 @@ class Client(Transport):
         """Ask for a checkpoint after the next step."""
         return await self._post(RunView, self._run(run, "checkpoint"))
 
+    async def scale(self, run: str, rollout: int) -> RunView:
+        """Ask for ``rollout`` rollout workers. Returns at once: they start and leave while the run goes on."""
+        return await self._post(RunView, self._run(run, "scale"), {"rollout": rollout})
+
     async def delete(self, run: str) -> None:
         """Remove an ended run, its data and its files."""
         # Raises NotFound. Below, NotFound means that an earlier attempt removed the run and its answer was lost.
@@ -381,6 +385,7 @@ class SyncClient:
     resume = _blocking(Client.resume)
     stop = _blocking(Client.stop)
     checkpoint = _blocking(Client.checkpoint)
+    scale = _blocking(Client.scale)
     delete = _blocking(Client.delete)
     stages = _blocking(Client.stages)
     waiting = _blocking(Client.waiting)

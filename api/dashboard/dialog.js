@@ -4,7 +4,7 @@
 import { element } from "./element.js";
 
 /** Resolves to whether the person confirmed. */
-export function confirmed({ title, text, yes }) {
+export function confirmed({ title, text, yes, kind = "danger", field = null }) {
   return new Promise((resolve) => {
     const close = (answer) => {
       resolve(answer);
@@ -15,14 +15,22 @@ export function confirmed({ title, text, yes }) {
       { "aria-labelledby": "dialog-title", "aria-describedby": "dialog-text", on: { close: () => (resolve(false), dialog.remove()) } },
       element("h2", { id: "dialog-title" }, title),
       element("p", { id: "dialog-text" }, text),
+      field,
       element(
         "div",
         { class: "buttons" },
         element("button", { type: "button", on: { click: () => close(false) } }, "Cancel"),
-        element("button", { type: "button", class: "danger", on: { click: () => close(true) } }, yes),
+        element("button", { type: "button", class: kind, on: { click: () => close(true) } }, yes),
       ),
     );
     document.body.append(dialog);
     dialog.showModal();
   });
+}
+
+/** Resolves to the whole number from 1 that the person gives, first `value`; 0 when none is given. */
+export async function numbered({ label, value, ...asked }) {
+  const input = element("input", { id: "dialog-number", type: "number", min: "1", step: "1", inputmode: "numeric", required: true, value: String(value) });
+  const field = element("div", { class: "field" }, element("label", { for: "dialog-number" }, label), input);
+  return (await confirmed({ ...asked, kind: "primary", field })) && input.checkValidity() ? Number(input.value) : 0;
 }

@@ -163,7 +163,7 @@ export class Progress {
 
   change(data) {
     if (data.change === "restarted") this.restarts += 1;
-    if (["died", "restarted", "kept its weights"].includes(data.change)) {
+    if (["died", "restarted", "absent", "left", "kept its weights"].includes(data.change)) {
       this.notes.push({ time: data.time, text: `${data.worker} ${data.change}${data.reason ? `: ${data.reason}` : ""}` });
       this.notes.splice(0, this.notes.length - 5);
     }

@@ -103,6 +103,12 @@ class Resumption(Strict):
     overrides: Overrides = {}
 
 
+class Scaling(Strict):
+    """How many workers a run is to have."""
+
+    rollout: int = Field(ge=1, le=10_000, description="Rollout workers.")
+
+
 def _which(body: Any) -> str | None:
     given = {"recipe", "recipe_name"} & set(body if isinstance(body, dict) else getattr(type(body), "model_fields", ()))
     return given.pop() if len(given) == 1 else None

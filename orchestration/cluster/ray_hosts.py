@@ -24,7 +24,7 @@ from orchestration.cluster.placement import RESOURCES, Node, bundles, describe_l
 from orchestration.recipe.devices import Worker
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers
-from orchestration.run.launchers import HOSTS
+from orchestration.run.launchers import HOSTS, Unplaceable
 from pipeline.index.client import Index
 from pipeline.index.embedded import die_with_parent
 
@@ -33,10 +33,6 @@ log = structlog.get_logger()
 ASK_SECONDS = 2.0  # between two looks for nodes with room
 CONNECT_SECONDS = 60.0
 END_SECONDS = 15.0  # for the driver to end the hosts
-
-
-class ClusterUnreachable(ConnectionError):
-    """No Ray cluster answers at `launch.address`."""
 
 
 class RayHosts:
@@ -54,8 +50,8 @@ class RayHosts:
         self._placing, self._connected, self._lack = asyncio.Lock(), False, ""
 
     async def host_of(self, worker: Worker) -> str:
-        """Wait until a host has a place for ``worker``, and return its name. Raises ClusterUnreachable, and LookupError when
-        the cluster could not hold the run if all of it were free: both only before the first host is started."""
+        """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable when no cluster
+        answers, or it could not hold the run if all of it were free: only before the first host is started."""
         while True:
             async with self._placing:
                 if self._placed.get(worker) not in self._living:
@@ -63,6 +59,10 @@ class RayHosts:
                 if (host := self._placed.get(worker)) is not None and host in self._living:
                     return host
             await asyncio.sleep(ASK_SECONDS)  # Ray does not announce nodes that join
+
+    def rescale(self, recipe: Recipe) -> None:
+        """Place the workers of ``recipe`` from now on: other rollout workers than before."""
+        self._recipe = recipe
 
     def lost(self, host: str) -> str:
         return self._lost.get(host, "")
@@ -92,7 +92,7 @@ class RayHosts:
             lack = describe_lack(recipe, lacking, nodes, devices)
             empty = [Node(name, node["total"]) for name, node in found.items()]
             if first and len(place(recipe, missing, empty, devices)) < len(missing):
-                raise LookupError(f"launch.address = {recipe.launch.address!r}: {lack}; add nodes, or ask for less")
+                raise Unplaceable(f"launch.address = {recipe.launch.address!r}: {lack}; add nodes, or ask for less")
             if lack != self._lack:
                 log.warning("waiting for nodes", reason=lack)
             self._lack = lack
@@ -129,7 +129,7 @@ class RayHosts:
             reason = f"no answer within {CONNECT_SECONDS:.0f} s"
         if not self._connected:
             address, fix = self._recipe.launch.address, "give the address of a running cluster (`ray start --head`)"
-            raise ClusterUnreachable(f"launch.address = {address!r}: {reason}; {fix}")
+            raise Unplaceable(f"launch.address = {address!r}: {reason}; {fix}")
         return {}
 
     async def _start_driver(self) -> None:

@@ -502,6 +502,14 @@ class GuardSection(Section):
     off: list[str] = key([], "Metrics that are not judged, by name.", max_length=64, examples=[["entropy"]])
 
 
+class AutoscaleSection(Section):
+    """The number of rollout workers follows the load (docs/elastic.md)."""
+
+    min: Count = key(1, "Fewest rollout workers.")
+    max: Annotated[int, Field(ge=0), unit("workers")] = key(0, "Most rollout workers. 0: the number does not change.")
+    window: Seconds = key(30.0, "Time over which it is measured how long trainer and rollouts wait, until a decision.")
+
+
 class LaunchSection(Section):
     """How worker processes start, restart and stop."""
 
@@ -530,8 +538,7 @@ class LaunchSection(Section):
     )
     max_restarts: Annotated[int, Field(ge=0), unit("restarts")] = key(
         3,
-        "Restarts of one worker, or rank group, within `restart_window`; with the next one the run fails. A rollout worker "
-        "waits instead until it may be restarted, while another one works.",
+        "Restarts of one worker, or rank group, within `restart_window`; the next fails the run, or lets a rollout wait.",
     )
     restart_window: Seconds = key(3600.0, "How long a restart counts for `max_restarts`.")
     startup_timeout: Seconds = key(300.0, "Longest time until all workers are ready.")
@@ -539,6 +546,8 @@ class LaunchSection(Section):
         60.0,
         "When the run is stopped: time for workers to finish their claims, and for the trainer to write a checkpoint.",
     )
+    autoscale: AutoscaleSection = AutoscaleSection()
+    leave_timeout: Seconds = key(60.0, "Time for a leaving rollout worker to park, and its host to move samples.")
     collective_timeout: Seconds = key(300.0, "Longest wait of a rank for the others in a collective call.")
     hang_timeout: Seconds = key(
         120.0, "Longest time without a sign of life of a worker; then it is ended, and restarted as a dead one."

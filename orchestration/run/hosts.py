@@ -25,6 +25,7 @@ from pathlib import Path
 import msgpack
 import structlog
 
+from orchestration.elastic.scale import leaves, request_leave
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import DevicePool, on_this_node
 from orchestration.recipe.flow import flow_of
@@ -44,7 +45,6 @@ from pipeline.warehouse.dock import Dock
 log = structlog.get_logger()
 
 HEAD_LOST_SECONDS = 60.0  # without a sign of life of the run's head, its hosts end
-DRAIN_SECONDS = 60.0  # for which a host that is stopped moves its samples to other machines
 
 
 class Host:
@@ -62,6 +62,8 @@ class Host:
         self._devices = DevicePool(on_this_node())
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Event()
+        self._emptied = asyncio.Event()  # the last of its workers has left
+        self._moved, self._moving = False, asyncio.Lock()  # its samples were moved away, and it has no warehouse
         self._index_is_heads = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -105,6 +107,7 @@ class Host:
             )
             stack.push_async_callback(dock.close)
             await dock.join(recipe.pipeline.arena)
+            self._moved = False
             address = await dock.serve(self._serve)
             self._shared = (paths.out / RECIPE).is_file()  # by a network file system
             out = paths.out if self._shared else self._folder / self._index.run  # other runs may use the folder too
@@ -122,19 +125,52 @@ class Host:
             try:
                 *_, again, _ = await first_of(
                     beat(self._index, self.name),
-                    self._take_orders(recipe, launcher),
+                    self._take_orders(recipe, launcher, dock),
+                    self._move_when_emptied(dock),
                     self._until_over(rewinds),
-                    stop.wait(),
+                    self._leave(stop, dock, recipe.launch.leave_timeout),
                 )
             finally:
                 for life in self._lives.values():
                     life.cancel()
                 await asyncio.gather(*self._lives.values(), return_exceptions=True)
             await self._emit("stopped")
-            if stop.is_set() and (await self._index.state())[0] not in ENDED:
-                async with asyncio.timeout(DRAIN_SECONDS):
-                    await dock.drain()
             return bool(again)
+
+    async def _leave(self, stop: asyncio.Event, dock: Dock, timeout: float) -> None:
+        """Once ``stop`` is set, take no more orders, let the workers leave, and move the samples to other machines."""
+        await stop.wait()
+        self._workers = 0
+        try:
+            async with asyncio.timeout(timeout):
+                lives = dict(self._lives)
+                for name in lives:
+                    await request_leave(self._index, name)
+                await asyncio.gather(*lives.values(), return_exceptions=True)
+                await self._move_away(dock)
+        except TimeoutError:
+            log.warning("not all was moved away within launch.leave_timeout", seconds=timeout)
+
+    async def _move_away(self, dock: Dock) -> None:
+        async with self._moving:
+            if not self._moved and not self._lives and (await self._index.state())[0] not in ENDED:
+                moved, self._moved = await dock.drain(), True
+                log.info("samples moved to other machines", bytes=moved)
+
+    async def _move_when_emptied(self, dock: Dock) -> None:
+        """Move the samples away each time that the last worker has left: this machine may be taken from the run then."""
+        while True:
+            await self._emptied.wait()
+            self._emptied.clear()
+            await self._move_away(dock)
+
+    async def _join(self, dock: Dock, arena: int) -> None:
+        """Bring the warehouse back into the run, where it was taken out."""
+        async with self._moving:
+            if self._moved:
+                await dock.join(arena)
+                await dock.serve(self._serve)
+                self._moved = False
 
     async def _until_over(self, rewinds: str | None) -> bool:
         """Return when the run has ended, or its head gives no sign of life any more; True when it was rewound since it had
@@ -155,20 +191,21 @@ class Host:
         event = WorkerEvent(stage="host", worker=own, change=change, pid=os.getpid(), node=node, host=own)
         await self._index.emit(event)
 
-    async def _take_orders(self, recipe: Recipe, launcher: ProcessLauncher) -> None:
+    async def _take_orders(self, recipe: Recipe, launcher: ProcessLauncher, dock: Dock) -> None:
         """Take each order for this host, and for any host that no other one has taken, while there is room."""
         number = 0
         while True:
             while len(self._lives) >= self._workers:
                 self._room.clear()
                 await self._room.wait()
-            if (packed := await self._index.read_log(ORDERS, number, LOST_SECONDS)) is None:
+            if (packed := await self._index.read_log(ORDERS, number, LOST_SECONDS)) is None or not self._workers:
                 continue
             order, number = msgpack.unpackb(packed), number + 1
             name, worker = order["name"], (order["kind"], order["number"])
             if order["host"] not in ("", self.name):
                 continue
             if await self._index.put_once(f"host:{name}", self.name) == self.name:
+                await self._join(dock, recipe.pipeline.arena)
                 self._devices.give(recipe, worker)
                 work = self._keep(launcher, *worker, name)
                 self._lives[name] = asyncio.create_task(work, name=name)
@@ -196,6 +233,8 @@ class Host:
             self._devices.take_back((kind, number))
             del self._lives[name]
             self._room.set()
+            if not self._lives and await leaves(self._index, name):
+                self._emptied.set()
 
     async def _until_end(self, name: str) -> None:
         after = ""

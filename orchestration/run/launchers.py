@@ -144,11 +144,15 @@ class Pulse:
         return time.monotonic() - self._changed
 
 
+class Unplaceable(RuntimeError):
+    """Workers can have no place on the cluster; the message says why and what to do."""
+
+
 class Hosts(Protocol):
     """Hosts of a cluster: starts them, and places workers on them."""
 
     async def host_of(self, worker: Worker) -> str:
-        """Wait until a host has a place for ``worker``, and return its name."""
+        """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable."""
 
     def lost(self, host: str) -> str:
         """Returns why ``host`` has ended; "" while it has not."""
@@ -170,23 +174,23 @@ class RemoteLauncher:
     None: hosts that have room take them."""
 
     def __init__(self, index: Index, local: Launcher, remote: Collection[Worker], hosts: Hosts | None = None) -> None:
-        self.index, self.hosts, self._local, self._remote = index, hosts, local, remote
+        self.index, self.hosts, self._local, self.remote = index, hosts, local, set(remote)
         self._orders, self._ordering = 0, asyncio.Lock()
         self._lost: dict[str, str] = {}  # host → why
         self._beating = asyncio.create_task(beat(index, HEAD)) if remote else None
 
     async def begin(self) -> None:
         """End the workers that a former head of the run, which was killed, has ordered; hosts have room again then."""
-        if not self._remote:
+        if not self.remote:
             return
         self._orders = await self.index.log_end(ORDERS)
-        for kind, number in self._remote:
+        for kind, number in self.remote:
             if former := await self.index.get(f"life:{kind}-{number}"):
                 await self.index.put_once(f"host:{former}", HEAD)  # none may take the order any more
                 await order_end(self.index, former)
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
-        if (kind, number) not in self._remote:
+        if (kind, number) not in self.remote:
             return await self._local.launch(run, url, kind, number, name)
         return RemoteLife(self, (kind, number), name)
 

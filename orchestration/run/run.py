@@ -24,6 +24,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -31,14 +32,16 @@ import stamina
 import structlog
 
 from orchestration.cluster.ray_hosts import RayHosts
+from orchestration.elastic.autoscale import Autoscaler
 from orchestration.elastic.budget import RestartBudget
+from orchestration.elastic.scale import SCALE, scaled
 from orchestration.guard.guard import Guard
 from orchestration.guard.watch import GuardWatch, options_of
 from orchestration.private_files import write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
-from orchestration.recipe.devices import assign, on_this_node
+from orchestration.recipe.devices import Devices, assign, on_this_node
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.load import change_recipe
 from orchestration.recipe.planner import notices_of
@@ -105,6 +108,7 @@ class Run:
         self.shared = shared_memory_directory() / f"{owned_prefix(os.getpid())}{self.id}"
         if hosted:  # a runner that takes the run over must find its memory
             self.shared = shared_of(self.out_dir)
+        self._devices: dict[tuple[str, int], Devices] = {}
         self._hosted, self._lock, self._store_url = bool(hosted), lock, ""
         self.evaluated: int | None = (
             None  # the newest version that was, of a resumed run; None: the one before its start
@@ -172,7 +176,7 @@ class Run:
         """Run to the end in the index at ``url``, from wherever the run stands. Its samples stay in shared memory and in the
         index until the service removes them; no process stays behind. Cancelling ends all workers at once, and changes
         nothing else: the run can be taken over. Raises RunLocked when a former runner does not let go of the folder."""
-        launcher = self._launcher()
+        launcher = _launcher(self.recipe, self.out_dir, self.forks, self._devices)
         try:
             await self._take_lock()
             return await self._work(url, stop or asyncio.Event(), launcher)
@@ -184,7 +188,7 @@ class Run:
         """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind, and a
         run that cannot go on has failed, with its reason. Cancelling ends everything at once."""
         began = time.monotonic()
-        launcher = self._launcher()
+        launcher = _launcher(self.recipe, self.out_dir, self.forks, self._devices)
         sockets = Path(tempfile.mkdtemp(prefix=owned_prefix(os.getpid())))
         try:
             try:
@@ -285,6 +289,7 @@ class Run:
     async def _supervise(self, stop: asyncio.Event, launcher: Launcher, hosts: RayHosts | None) -> Outcome:
         assert self._index is not None
         remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe), hosts)
+
         self.supervisor = Supervisor(
             self._index,
             remote,
@@ -293,10 +298,14 @@ class Run:
             steps=self.recipe.train.steps,
             begins=self.begins,
             guard=GuardWatch(self._index, Guard(options_of(self.recipe)), self.recipe.guard.on_alarm),
+            rescale=partial(_rescale, self.recipe, remote, hosts, self._devices),
         )
         try:
             await remote.begin()
-            return await self.supervisor.run(stop)
+            scale = self.recipe.launch.autoscale
+            scaling = [Autoscaler(self._index, scale, self.recipe.rollout.workers).run()] if scale.max else []
+            outcome, *_ = await first_of(self.supervisor.run(stop), *scaling)
+            return cast(Outcome, outcome)
         finally:
             remote.close()
 
@@ -342,6 +351,8 @@ class Run:
         if self.start is not None:
             counters, remake, rates = self.start.counters, self.start.remake, self.start.rates
         begun = not await index.init(config, counters, remake, rates)
+        if not begun:
+            await index.put(SCALE, "")  # of the run that this one resumes
         lost = begun and not self.shared.is_dir()  # the machine was rebooted, or is another one: the samples are gone
         reported = int(await index.get(CHECKPOINT_REPORTED) or 0)
         if lost or not begun:
@@ -377,14 +388,6 @@ class Run:
         if self.server is not None and self.server.address is not None:
             await index.put(OWN_ADDRESS, self.server.address.host)
         await index.transition([""], "created")
-
-    def _launcher(self) -> Launcher:
-        launch = self.recipe.launch
-        if launch.launcher == "inline":
-            return InlineLauncher()
-        # vLLM brings processes and threads of its own, and has not been tried in a fork.
-        method = SPAWN if self.recipe.rollout.engine == "vllm" else launch.start_method
-        return ProcessLauncher(self.out_dir / "logs", method, self.forks, assign(self.recipe, on_this_node()))
 
 
 def _store_url(recipe: Recipe, out_dir: Path, run: str = "") -> str:
@@ -473,3 +476,29 @@ def sweep_leftovers() -> None:
             if owned and not Process.of(int(pid)).alive():
                 shutil.rmtree(folder, ignore_errors=True)
                 log.info("removed what a killed run left behind", folder=str(folder))
+
+
+def _launcher(recipe: Recipe, out: Path, forks: ForkServer | None, devices: dict[tuple[str, int], Devices]) -> Launcher:
+    """Returns what starts the workers of this machine; ``devices`` gets those of each worker."""
+    if recipe.launch.launcher == "inline":
+        return InlineLauncher()
+    devices.update(assign(recipe, on_this_node()))
+    # vLLM brings processes and threads of its own, and has not been tried in a fork.
+    method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
+    return ProcessLauncher(out / "logs", method, forks, devices)
+
+
+def _rescale(
+    recipe: Recipe,
+    remote: RemoteLauncher,
+    hosts: RayHosts | None,
+    devices: dict[tuple[str, int], Devices],
+    rollouts: int,
+) -> list[tuple[str, int]]:
+    """Returns the workers of a run that has ``rollouts`` rollout workers, and prepares its launchers for them."""
+    recipe = scaled(recipe, rollouts)
+    remote.remote |= remote_workers(recipe)
+    if hosts is not None:
+        hosts.rescale(recipe)
+    devices.update(assign(recipe, on_this_node()))
+    return workers_of(recipe)

@@ -20,6 +20,7 @@ from typing import Any
 
 import structlog
 
+from orchestration.elastic.scale import until_leave
 from orchestration.logs import Current, configure
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import slab_bytes
@@ -217,10 +218,18 @@ class Worker:
 
     async def _work(self, job: Job) -> None:
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(self._watch(job))
+            watching = [tasks.create_task(self._watch(job))]
+            if kind_of(self.kind).elastic:
+                watching.append(tasks.create_task(self._leave(job)))
             await job.work()
             await job.finish()
-            watching.cancel()
+            for task in watching:
+                task.cancel()
+
+    async def _leave(self, job: Job) -> None:
+        await until_leave(self.index, self.name, STATE_SECONDS)
+        log.info("leaves")
+        await job.leave()
 
     async def _watch(self, job: Job) -> None:
         """Pass the run's state on to ``job``, until the run stops."""

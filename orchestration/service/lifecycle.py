@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from orchestration.run.lock import RunLocked, lock_run
@@ -28,9 +29,11 @@ def shared_prefix(folders: Path) -> str:
     return f"asyncdock-run-{folder_id(folders)}-"
 
 
-async def ask_in_folder(folder: Path, what: Ask) -> tuple[str, str]:
-    """Ask the run that a command executes in ``folder`` for ``what``. Returns its id, and its state then. Raises LookupError
-    when none does, and WrongState."""
+async def ask_in_folder(
+    folder: Path, what: Ask, ask: Callable[[Index], Awaitable[str]] | None = None
+) -> tuple[str, str]:
+    """Ask the run that a command executes in ``folder`` for ``what``, or by ``ask``. Returns its id, and its state then.
+    Raises LookupError when none does, and WrongState."""
     try:
         where = json.loads((folder / WHERE).read_text())
         lock_run(folder).close()
@@ -47,7 +50,7 @@ async def ask_in_folder(folder: Path, what: Ask) -> tuple[str, str]:
     if where["hosted"]:
         raise LookupError(f"run: {folder} is run {where['run']} of a service; give that id")
     async with Index(where["index"], where["run"]) as index:
-        return where["run"], await ask_active(index, what)
+        return where["run"], await (ask(index) if ask else ask_active(index, what))
 
 
 async def conclude(registry: Registry, run: str, token: str, state: str, reason: str) -> bool:

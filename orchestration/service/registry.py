@@ -25,7 +25,7 @@ from orchestration.recipe.schema import Recipe
 from pipeline.events import ENDED
 from pipeline.index.client import Index, Link
 
-Ask = Literal["pause", "resume", "stop", "checkpoint"]
+Ask = Literal["pause", "resume", "stop", "checkpoint", "scale"]
 
 LIVE = ("starting", "running", "paused")
 LEASE_SECONDS = 10.0  # for which a runner holds its run; renewed after a third of it
@@ -42,6 +42,7 @@ _MOVES: dict[str, tuple[tuple[str, ...], str]] = {
     "resume": (("paused",), "running"),
     "stop": (("created", *LIVE), "stopping"),
     "checkpoint": (("running", "paused"), ""),
+    "scale": (LIVE, ""),
     "delete": (ENDED, ""),
 }
 

@@ -162,6 +162,14 @@ class ReceivingEngine(Protocol):
 
 
 @runtime_checkable
+class CuttingEngine(Protocol):
+    """A rollout engine that can end what is in flight, to be continued by another one."""
+
+    async def cut(self) -> None:
+        """At the next token boundary, every response with a token of its present request ends as "cut"; the others wait."""
+
+
+@runtime_checkable
 class StreamingEngine(Protocol):
     """A rollout engine that returns each token as it is made."""
 

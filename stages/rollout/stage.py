@@ -61,6 +61,7 @@ class Rollout(Stage):
         self._group_size, self._most_rows = group_size, most_rows
         self._first_rows = first_rows  # None after the first claim
         self.held_back = False  # claims nothing while it is set (an evaluation that must not share its batch)
+        self.leaving = False  # the engine is closed; rows without a token go back to the index
         self.device = DeviceLease()
 
     def room(self, held: int) -> int:
@@ -98,6 +99,8 @@ class Rollout(Stage):
                         places = [positions[c.group, c.place] for c in some]
                         before = sum(len(begun[at].token_ids) for at in places if at in begun)
                         yield responses(places, some, before=before, parked=parked)
+                if left and None in news and self.leaving:
+                    return
                 if left and None in news:
                     await listening  # raises what the engine raised
                     raise RuntimeError(f"the rollout engine ended with {left} of {len(positions)} responses missing")

@@ -3,7 +3,7 @@
     rank 0 (has the update stage's controller)        ranks 1 …
       serve a store          ─▶ order "meet" ─────────▶ connect; all join torch.distributed's group
       claim ─▶ deal the rows ─▶ order "train" ────────▶ fetch its own rows ─▶ engine.train_batch
-      commit the step        ─▶ order "publish" ──────▶ engine.weights(), which gathers them for rank 0
+      commit the step        ─▶ order "publish" ──────▶ gather the weights with all, publish an own part of them
       every k steps          ─▶ order "save" ─────────▶ write its shard
       the work is done       ─▶ order "end" ──────────▶ end
 
@@ -33,7 +33,7 @@ from stages.engines.plans import GroupShape, Ranks, deal
 from stages.engines.protocols import TrainEngine
 from stages.flow.catalogue import AGE, STALENESS
 from stages.training.device_lease import DeviceLease
-from stages.weights.store import probed
+from stages.weights.store import Published, Publisher, joined, probed
 
 log = structlog.get_logger()
 
@@ -49,6 +49,7 @@ class RankGroup:
         self._log, self._number = f"ranks:{life}", 0
         self._sent: list[int] = []  # entries of the log
         self._heard = False  # all ranks have surely read all of them
+        self._parts = 0  # versions of which the ranks have published their parts
 
     async def broadcast(self, do: str, *, together: bool = True, **what: Any) -> None:
         """Order what all ranks do next. ``together``: rank 0 makes the call with all of them, so that all have read this
@@ -70,6 +71,23 @@ class RankGroup:
             pass
         self._number += 1
         return msgpack.unpackb(order)
+
+    async def send_part(self, part: Published) -> None:
+        """Give rank 0 the record of what this rank has published of a version."""
+        await self.index.append_log(f"{self._log}:{self.ranks.rank}", self._parts, msgpack.packb(part.record()))
+        self._parts += 1
+
+    async def join_parts(self, own: Published) -> Published:
+        """Wait, on rank 0, until all other ranks have published their part of a version, and return its whole record."""
+        parts = [own]
+        for rank in range(1, self.ranks.world):
+            log = f"{self._log}:{rank}"
+            while (record := await self.index.read_log(log, self._parts, WAIT_SECONDS)) is None:
+                pass
+            await self.index.trim_log(log, self._parts, f"{log}:read")
+            parts.append(Published.from_record(msgpack.unpackb(record)))
+        self._parts += 1
+        return joined(parts)
 
     async def deal(self, dock: Dock, claim: Claim, *, whole: bool = False) -> list[list[int]]:
         """Returns the claim's positions for each replica, balanced by tokens. The result depends on the claim alone, so that
@@ -99,7 +117,7 @@ class RankGroup:
 
 class RankWorker:
     """Carries out rank 0's orders on another rank, until the order to end. ``trained`` counts the steps in the engine's
-    weights; ``save`` begins to write the engine's shard into a folder."""
+    weights; ``save`` begins to write the engine's shard into a folder; ``publisher`` publishes this rank's part of them."""
 
     def __init__(
         self,
@@ -111,8 +129,10 @@ class RankWorker:
         version: int,
         save: Callable[[Path], Awaitable[Any]],
         device: DeviceLease | None = None,
+        publisher: Publisher | None = None,
     ) -> None:
         self.dock, self.engine, self.algorithm, self.rank_group = dock, engine, algorithm, rank_group
+        self.publisher = publisher
         self.trained, self._save, self.device = version, save, device or DeviceLease()
 
     async def run(self) -> None:
@@ -131,19 +151,23 @@ class RankWorker:
                         await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
                     self.trained += 1
             case "publish":
-                await asyncio.to_thread(self._publish, order["probe"], order["weights"])
+                part = await asyncio.to_thread(self._publish, order["probe"], order["version"])
+                if part is not None:
+                    await self.rank_group.send_part(part)
             case "save":
                 async with self.device.training():
                     await self._save(Path(order["folder"]))
             case _:
                 await self.device.follow(order)
 
-    def _publish(self, probe: Sequence[list[int]], weights: bool) -> None:
-        """Take part in the calls that rank 0 makes of all ranks; it alone keeps the results."""
+    def _publish(self, probe: Sequence[list[int]], version: int | None) -> Published | None:
+        """Take part in the calls that rank 0 makes of all ranks. Returns what this rank has published of ``version``."""
         if probe:
             probed(self.engine, probe)
-        for _ in self.engine.weights() if weights else ():
-            pass
+        if self.publisher is None or version is None:
+            return None
+        ranks = self.rank_group.ranks
+        return self.publisher.publish(version, self.engine.weights(), None, (ranks.rank, ranks.world))
 
 
 def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None) -> TensorDict:

@@ -210,15 +210,19 @@ class Update(Stage):
         record = (await self.dock.index.published_weights()).record
         if not record or self.store is None:
             return not self._publish_first
-        return record.get("source", "") == self.store.source  # type: ignore[no-any-return]
+        sources, own = (json.loads(of or "[]") for of in (record.get("source"), self.store.source))
+        return sources[: len(own)] == own and bool(sources) == bool(own)  # the ranks end together
 
     async def publish(self) -> None:
         """Put the engine's weights into host memory as the current version, and record it in the index."""
         began = time.monotonic()
         with self.spans.during("publish", version=self.trained):
             if self._probe or self.store is not None:
-                await self.rank_group.broadcast("publish", probe=self._probe, weights=self.store is not None)
+                version = None if self.store is None else self.trained
+                await self.rank_group.broadcast("publish", probe=self._probe, version=version)
             published = await asyncio.to_thread(self._write)
+            if published is not None and self.rank_group.ranks.world > 1:
+                published = await self.rank_group.join_parts(published)
             record = published.record() if published else {}
             await self.dock.index.publish_weights(self.trained, record)
         if published is None:
@@ -236,7 +240,11 @@ class Update(Stage):
 
     def _write(self) -> Published | None:
         self.probe = probed(self.engine, self._probe) if self._probe else None
-        return None if self.store is None else self.store.publish(self.trained, self.engine.weights(), self.probe)
+        if self.store is None:
+            return None
+        weights, world = self.engine.weights(), self.rank_group.ranks.world
+        part = () if world == 1 else ((0, world),)
+        return self.store.publish(self.trained, weights, self.probe, *part)
 
     def over(self) -> None:
         """Nothing more will be trained."""

@@ -1,4 +1,5 @@
 """Weight sync over the network, the trainer's side: sends published versions, and says which node sends them to which.
+Each rank of a trainer sends the buckets that it has published.
 
     node A (its depot)                             trainer
     connect, both prove the run's secret ────────▶ a thread for this one request
@@ -57,6 +58,7 @@ class WeightSender:
     ) -> None:
         self._store, self._timeout = store, timeout
         self._offered: dict[int, Published] = {}  # by slot
+        self._part = (0, 1)  # of the buckets that this process publishes
         self._sending: Counter[int] = Counter()  # requests that read a slot
         self._turn, self._chain = threading.Condition(), Chain()
         self._server = SecretServer(host, secret, self._answer, timeout=timeout, tls=tls)
@@ -64,17 +66,21 @@ class WeightSender:
         self.source = json.dumps([[advertise or host, self._server.address[1], node_id(store.directory)]])
 
     def publish(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+        self,
+        version: int,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        probe: Probe | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> Published:
         """See :meth:`WeightStore.publish`. It waits while the bytes that it would overwrite are being sent."""
         slot = self._store.slot(version)
         with self._turn:
             if (replaced := self._offered.pop(slot, None)) is not None:  # no new request reads this slot
-                self._chain.forget(replaced.key)
+                self._chain.forget(replaced.key(*part))
             self._turn.wait_for(lambda: not self._sending[slot], self._timeout)
-        published = replace(self._store.publish(version, weights, probe), source=self.source)
+        published = replace(self._store.publish(version, weights, probe, part), source=self.source)
         with self._turn:
-            self._offered[slot] = published
+            self._offered[slot], self._part = published, part
         return published
 
     def close(self) -> None:
@@ -85,7 +91,7 @@ class WeightSender:
     def _answer(self, node: SecretSocket) -> None:
         try:
             request = node.receive_message()
-            key, source, first = str(request["key"]), int(request["source"]), int(request["first"])
+            key, first = str(request["key"]), int(request["first"])
             serves = request["serves"] and (str(request["serves"][0]), int(request["serves"][1]))
             failed = [(str(host), int(port)) for host, port in request["failed"]]
             with self._reading(key) as published:
@@ -97,14 +103,14 @@ class WeightSender:
                 node.send_message({"have": True, "from": sender})
                 if sender is None:
                     memory = self._store.memory(published.slot, published.nbytes)
-                    send_pieces(node, memory, pieces_of(published, source, 1), first)
+                    send_pieces(node, memory, pieces_of(published, *self._part), first)
         except Exception as error:  # most likely the node's process has ended; if not, it requests again
             log.warning("weights not sent", reason=f"{type(error).__name__}: {error}")
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[Published | None]:
         with self._turn:
-            published = next((one for one in self._offered.values() if one.key == key), None)
+            published = next((one for one in self._offered.values() if one.key(*self._part) == key), None)
             if published is not None:
                 self._sending[published.slot] += 1
         try:

@@ -176,7 +176,7 @@ class Depot:
         if not published.source:
             wrong = "it was published for one node alone; set sync.transport = 'collective'"
             raise WeightsUnreachable(f"weights of version {published.version}: {wrong}")
-        path, received = self._folder / f"weights-{published.key}", False
+        path, received = self._folder / f"weights-{published.key()}", False
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for key in [key for key in self._sendable if not (self._folder / f"weights-{key}").exists()]:
             del self._sendable[key]
@@ -212,11 +212,11 @@ class Depot:
     def _receive_into(self, path: Path, published: Published, locked: bool) -> None:
         """Receive a version into a file, which gets the name ``path`` when it is complete. ``locked``: what another engine
         has left of it is used, and what is left of others is removed."""
-        part = self._folder / f"part-{self._name}-{published.key}"
+        part = self._folder / f"part-{self._name}-{published.key()}"
         if locked:
             complete = sorted(self._folder.glob("weights-*"), key=lambda file: file.stat().st_mtime_ns)
-            lefts = sorted(self._folder.glob("part-*"), key=lambda file: not file.name.endswith(f"-{published.key}"))
-            if lefts and lefts[0].name.endswith(f"-{published.key}"):
+            lefts = sorted(self._folder.glob("part-*"), key=lambda file: not file.name.endswith(f"-{published.key()}"))
+            if lefts and lefts[0].name.endswith(f"-{published.key()}"):
                 lefts.pop(0).rename(part)
             for file in (*complete[:-1], *lefts):
                 file.unlink()
@@ -225,12 +225,12 @@ class Depot:
         arriving.alive = lambda: os.utime(self._folder / "lock")
         if begun:
             arriving.keep_verified()
-        self._sendable[published.key] = arriving
+        self._sendable[published.key()] = arriving
         try:
             _all(lambda source: self._receive_part(arriving, source), len(arriving.sources))
             part.rename(path)
         except BaseException:
-            del self._sendable[published.key]
+            del self._sendable[published.key()]
             arriving.fail()
             raise
 
@@ -238,9 +238,11 @@ class Depot:
         """Receive one source's part from the node that the source names; from another one when that fails."""
         origin, failed = arriving.sources[source], list[Address]()
         while True:
-            request: dict[str, Any] = {"key": arriving.published.key, "source": source, "first": arriving.there[source]}
+            key, key_there = arriving.published.key(), arriving.published.key(source, len(arriving.sources))
+            request: dict[str, Any] = {"source": source, "first": arriving.there[source]}
             with closing(self._connect(origin, self._timeout)) as trainer:
-                trainer.send_message({**request, "serves": self._serve(trainer.own_address), "failed": failed})
+                serves = self._serve(trainer.own_address)
+                trainer.send_message({**request, "key": key_there, "serves": serves, "failed": failed})
                 answer = trainer.receive_message()
                 if not answer["have"]:
                     raise arriving.published.damage("the trainer has them no more; take the newest")
@@ -249,7 +251,7 @@ class Depot:
             sender = (str(answer["from"][0]), int(answer["from"][1]))
             try:
                 with closing(self._connect(sender, SILENT_SECONDS)) as node:
-                    node.send_message(request)
+                    node.send_message({**request, "key": key})
                     if not node.receive_message()["have"]:
                         raise ConnectionError("it does not have the version")
                     return arriving.receive(node, source, self._timeout)

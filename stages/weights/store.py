@@ -11,11 +11,13 @@ damaged where it lies reports it (:func:`damaged`): the trainer starts again, an
 
 from __future__ import annotations
 
+import fcntl
+import json
 import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -242,7 +244,8 @@ class ProbeJudge:
 @dataclass(frozen=True)
 class Published:
     """The record of a version in the index: where its bytes are, and their checksums. ``buckets`` are (offset, bytes, xxh3);
-    ``source`` is the trainer that sends it (JSON, ``weights.collective``; "": it is read on the trainer's node)."""
+    ``source`` is the trainer that sends it (JSON, ``weights.collective``; "": it is read on the trainer's node), or the
+    ranks that do: of n ranks, rank r the buckets r, r + n, …"""
 
     version: int
     slot: int
@@ -252,10 +255,10 @@ class Published:
     probe: Probe | None = None
     source: str = ""
 
-    @property
-    def key(self) -> str:
-        """Names these bytes: of two publications with one key they are the same."""
-        return f"{self.version}-{_digest(np.frombuffer(repr(self.buckets).encode(), np.uint8))}"
+    def key(self, source: int = 0, sources: int = 1) -> str:
+        """Names these bytes, or those of one of several sources: of two publications with one key they are the same."""
+        of = repr(self.buckets[source::sources]).encode()
+        return f"{self.version}-{_digest(np.frombuffer(of, np.uint8))}"
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -278,6 +281,13 @@ class Published:
     def damage(self, what: str) -> WeightsDamaged:
         """Returns the error for ``what`` is wrong with this version's bytes."""
         return WeightsDamaged(f"weights of version {self.version}: {what}")
+
+
+def joined(parts: Sequence[Published]) -> Published:
+    """Returns the record of a version that the ranks of a trainer have published in ``parts``, rank 0 first."""
+    buckets = (parts[number % len(parts)].buckets[number] for number in range(len(parts[0].buckets)))
+    sources = [source for part in parts if part.source for source in json.loads(part.source)]
+    return replace(parts[0], buckets=tuple(buckets), source=json.dumps(sources) if sources else "")
 
 
 def damaged(version: int) -> str:
@@ -313,12 +323,17 @@ class WeightStore:
         return np.frombuffer(self._open(slot, max(nbytes, 1)), np.uint8, nbytes)
 
     def publish(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+        self,
+        version: int,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        probe: Probe | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> Published:
         """Write ``weights`` as ``version`` into the slot that holds the oldest. Each byte is copied once, and read once
         for its checksum while it is warm; one tensor is held at a time, so that a sharded engine may gather them one by
-        one."""
-        layout, buckets, slot = [], [], self.slot(version)
+        one. ``part`` (r, n): of each n buckets the one with number r alone, others have no checksum (:func:`joined`)."""
+        layout, slot = [], self.slot(version)
+        buckets: list[tuple[int, int, str]] = []
         at = written = start = 0
         memory = np.frombuffer(self._open(slot, 1), np.uint8)
         for name, value in weights:
@@ -330,14 +345,16 @@ class WeightStore:
                 memory = np.frombuffer(self._open(slot, at), np.uint8)
             target = torch.from_numpy(memory)
             for begin in range(0, tensor.nbytes, self.bucket_bytes):
-                piece = source[begin : begin + self.bucket_bytes]
-                target[tensor.offset + begin : tensor.offset + begin + piece.numel()].copy_(piece)
+                piece, own = source[begin : begin + self.bucket_bytes], len(buckets) % part[1] == part[0]
+                if own:
+                    target[tensor.offset + begin : tensor.offset + begin + piece.numel()].copy_(piece)
                 written = tensor.offset + begin + piece.numel()
                 if written - start >= self.bucket_bytes:
-                    buckets.append((start, written - start, _digest(memory[start:written])))
+                    buckets.append((start, written - start, _digest(memory[start:written]) if own else ""))
                     start = written
         if written > start:
-            buckets.append((start, written - start, _digest(memory[start:written])))
+            own = len(buckets) % part[1] == part[0]
+            buckets.append((start, written - start, _digest(memory[start:written]) if own else ""))
         return Published(version, slot, at, tuple(layout), tuple(buckets), probe)
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
@@ -382,8 +399,10 @@ class WeightStore:
             self.directory.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.directory / f"weights-{slot}", os.O_RDWR | os.O_CREAT, 0o600)
             try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # ranks of one node write to one file
                 if os.fstat(descriptor).st_size < nbytes:
                     os.ftruncate(descriptor, nbytes)
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
                 self._maps[slot] = mmap.mmap(descriptor, 0)
             finally:
                 os.close(descriptor)

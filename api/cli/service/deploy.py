@@ -21,7 +21,9 @@ def deploy_command(
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The folder of the service, for its own index.")
     ] = None,
-    address: Annotated[str, typer.Option(metavar="ADDRESS", help="Of the Ray cluster, as `ray://HOST:PORT`.")] = "auto",
+    address: Annotated[
+        str, typer.Option("--address", metavar="ADDRESS", help="Of the Ray cluster, as `ray://HOST:PORT`.")
+    ] = "auto",
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Of Serve's proxies.")] = "127.0.0.1:8000",
     least: Annotated[int, typer.Option("--min", min=0, help="Replicas.")] = 1,
     most: Annotated[int, typer.Option("--max", min=1, help="Replicas.")] = 1,

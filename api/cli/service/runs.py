@@ -12,7 +12,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from api.client import Client, ServiceError
     from api.schemas.runs import RunView, SampleView, StagesView
     from orchestration.service.registry import Ask
+    from pipeline.index.client import Index
 
 WATCH_PATIENCE = 300.0  # seconds for which a view survives a service that does not answer
 
@@ -182,6 +183,28 @@ def checkpoint(run: LiveArgument, as_json: JsonOption = False, server: ServerOpt
     if _asked_here(run, "checkpoint", as_json):
         return
     _print_state(ask(server, lambda client: client.checkpoint(run), run), as_json)
+
+
+@runs_app.command()
+def scale(
+    run: LiveArgument,
+    workers: Annotated[str, typer.Argument(metavar="rollout=N", help="How many rollout workers it is to have.")],
+    as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
+) -> None:
+    """Ask for another number of rollout workers while the run goes on. Those that leave park what they hold."""
+    kind, _, number = workers.partition("=")
+    if kind != "rollout" or not number.isdecimal() or not int(number):
+        refuse(f"workers = {workers!r}: is not a number of rollout workers; write for example rollout=4")
+
+    async def ask_here(index: Index) -> str:
+        from orchestration.elastic.scale import request_scale
+
+        return await request_scale(index, int(number))
+
+    if _asked_here(run, "scale", as_json, ask_here):
+        return
+    _print_state(ask(server, lambda client: client.scale(run, int(number)), run), as_json)
 
 
 @runs_app.command()
@@ -411,18 +434,19 @@ def _print_sample(sample: SampleView, console: Console) -> None:
     console.print(sample.response + (" …" if sample.truncated else ""), markup=False, highlight=False, soft_wrap=True)
 
 
-def _asked_here(run: str, what: Ask, as_json: bool) -> bool:
-    """Whether ``run`` is the folder of a run of `asyncdock run`, which was asked for ``what``. Ends the command when it
-    cannot be."""
+def _asked_here(run: str, what: Ask, as_json: bool, ask_index: Callable[[Index], Awaitable[str]] | None = None) -> bool:
+    """Whether ``run`` is the folder of a run of `asyncdock run`, which was asked for ``what``, or by ``ask_index``. Ends the
+    command when it cannot be."""
     folder = Path(run).resolve()
     if not (folder / "recipe.json").is_file():
         return False
+    from orchestration.recipe.problems import RecipeError
     from orchestration.service.lifecycle import ask_in_folder
     from orchestration.service.registry import WrongState
 
     try:
-        name, state = asyncio.run(ask_in_folder(folder, what))
-    except (LookupError, WrongState, ConnectionError) as error:
+        name, state = asyncio.run(ask_in_folder(folder, what, ask_index))
+    except (LookupError, WrongState, ConnectionError, RecipeError) as error:
         refuse(error, FAILED)
     print_json({"id": name, "state": state}) if as_json else complain(f"{name}: {state}")
     return True

@@ -7,7 +7,7 @@
 
 import { Chart, smooth } from "../charts/charts.js";
 import { Alarms, Checkpoints, Logs, RecipeView, Workers } from "./details.js";
-import { confirmed } from "../dialog.js";
+import { confirmed, numbered } from "../dialog.js";
 import { announce, element, paced, say } from "../element.js";
 import { count, duration, fixed, number, percent } from "../format.js";
 import { Picture } from "../picture.js";
@@ -69,6 +69,7 @@ export class RunPage {
       pause: button("Pause", "pause"),
       resume: button("Resume", "resume", "primary"),
       checkpoint: button("Checkpoint", "checkpoint"),
+      scale: button("Scale", "scale"),
       stop: button("Stop", "stop", "danger"),
       delete: button("Delete", "delete", "danger"),
     };
@@ -284,8 +285,8 @@ export class RunPage {
     setState(this.state, state);
     document.title = `${STATES[state] ?? state}: ${record.name} – AsyncDock`;
     const over = ENDED.includes(state);
-    const shown = { pause: !over && state !== "paused" && state !== "created", resume: state === "paused", checkpoint: !over && state !== "created", stop: !over, delete: over };
-    const possible = { pause: state === "running", resume: true, checkpoint: state === "running", stop: state !== "stopping", delete: true };
+    const shown = { pause: !over && state !== "paused" && state !== "created", resume: state === "paused", checkpoint: !over && state !== "created", scale: !over && state !== "created" && this.rollouts(progress) > 0, stop: !over, delete: over };
+    const possible = { pause: state === "running", resume: true, checkpoint: state === "running", scale: ["starting", "running", "paused"].includes(state), stop: state !== "stopping", delete: true };
     const held = Object.keys(this.buttons).find((what) => this.buttons[what] === document.activeElement);
     for (const [what, button] of Object.entries(this.buttons)) {
       button.hidden = !shown[what];
@@ -425,6 +426,13 @@ export class RunPage {
     const { record } = this.progress;
     if (what === "stop" && !(await confirmed({ title: "Stop this run?", text: `${record.name} writes a checkpoint where it can, ends its workers and does not go on by itself.`, yes: "Stop the run" }))) return;
     if (what === "delete" && !(await confirmed({ title: "Delete this run?", text: `Everything of ${record.id} is removed: its events, samples, logs and checkpoints. This cannot be undone.`, yes: "Delete everything" }))) return;
+    const options = { method: "POST" };
+    if (what === "scale") {
+      const text = "New ones start beside the others; those that leave park what they hold.";
+      const rollout = await numbered({ title: "How many rollout workers?", text, label: "Rollout workers", value: this.rollouts(this.progress), yes: "Scale the run" });
+      if (!rollout) return;
+      options.body = { rollout };
+    }
     this.refused.hidden = true;
     this.asking = what;
     this.draw();
@@ -434,7 +442,7 @@ export class RunPage {
         announce(`Run ${record.name} is deleted.`);
         return this.onGone();
       }
-      this.progress.update(await this.service.run(this.id, `/${what}`, { method: "POST" }));
+      this.progress.update(await this.service.run(this.id, `/${what}`, options));
       if (what === "checkpoint") announce("A checkpoint is written after the next step.");
     } catch (problem) {
       this.complain(problem);
@@ -442,6 +450,11 @@ export class RunPage {
       this.asking = "";
       this.draw();
     }
+  }
+
+  /** Rollout workers of the run that can be scaled: colocated ones, and external ones, are none. */
+  rollouts(progress) {
+    return [...progress.processes].filter(([name, { change }]) => name.startsWith("rollout-") && change !== "left").length;
   }
 
   complain(problem) {

@@ -1,4 +1,4 @@
-"""Routes about runs: submit, list, pause, resume, stop, checkpoint, delete; stages, checkpoints and logs of a run.
+"""Routes about runs: submit, list, pause, resume, stop, checkpoint, scale, delete; stages, checkpoints and logs of a run.
 
 submit ──▶ the registry's queue ──▶ an agent, in another process, executes the run and follows pause, resume, …
 """
@@ -28,6 +28,7 @@ from api.schemas.runs import (
     RunPath,
     RunsQuery,
     RunView,
+    Scaling,
     Stage,
     StagesView,
     StageWorker,
@@ -41,6 +42,7 @@ from api.server.problems import HTTPProblem, without_password
 from api.server.routes.recipes import checked
 from api.server.run_status import RunStatus
 from api.server.service import PRINCIPAL, Service
+from orchestration.elastic.scale import overrides_of, request_scale
 from orchestration.guard.waiting import waiting_chain
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
@@ -138,6 +140,17 @@ async def stop_run(service: Service, path: RunPath) -> RunView:
 async def checkpoint_run(service: Service, path: RunPath) -> RunView:
     """GET /v1/runs/{run}/checkpoints has it once it is whole."""
     return await _view(service, await service.registry.ask(path.run, "checkpoint"))
+
+
+@operation("POST", f"{RUN}/scale", summary="It is asked for another number of rollout workers", **_asking)
+async def scale_run(service: Service, request: web.Request, path: RunPath, body: Scaling) -> RunView:
+    """New ones are started beside the others; the last ones park what they hold, and leave. Its `worker` events show it. A
+    number that the recipe or this service does not allow is refused. A run that is resumed begins with its recipe's."""
+    record = await service.registry.get(path.run)
+    overrides = overrides_of(Recipe.model_validate(record.recipe), body.rollout)
+    await checked(service, request, plan=False, recipe=record.recipe, overrides=overrides)
+    await request_scale(service.index(record.id), body.rollout)
+    return await _view(service, record)
 
 
 @operation("DELETE", RUN, scope="run", summary="The run and its data are gone", tag="runs", errors=(404, 409))

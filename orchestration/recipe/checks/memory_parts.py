@@ -177,7 +177,7 @@ def rollout_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, l
     return {
         "weights": weights + own,
         "new weights": (own or weights) if swaps else 0,
-        "verified copy": learned * item if swaps and recipe.sync.transport == "shared_memory" else 0,
+        "verified copy": learned * item if swaps else 0,
         "KV cache": 2 * item * sizes.kv_heads * sizes.head * tokens,
         "activations": max(forward_bytes(sizes, item, prefill), scores),
         "logits": 2 * FLOAT * rows * sizes.vocabulary,

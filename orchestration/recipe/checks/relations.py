@@ -454,3 +454,21 @@ def a_cluster_places_the_workers(recipe: Recipe) -> Iterator[Problem]:
         if device is not None and ":" in device:
             kind, wrong = device.partition(":")[0], "has the number of a device, which Ray gives"
             yield problem(recipe, key, wrong, f"set {kind!r}")
+
+
+@check(
+    *("launch.autoscale", "rollout.workers", "launch.placement", "external", "pipeline.staleness", "pipeline.window")
+)
+def rollouts_scale_between_bounds(recipe: Recipe) -> Iterator[Problem]:
+    scale, workers = recipe.launch.autoscale, recipe.rollout.workers
+    if not scale.max:
+        return
+    key, off = "launch.autoscale.max", "or leave launch.autoscale out"
+    if recipe.colocated or not recipe.runs_stage("rollout"):
+        yield problem(recipe, key, "has no rollout workers to scale: this run starts none by themselves", off)
+    elif not scale.min <= workers <= scale.max:
+        wrong = f"and min = {scale.min} leave out the rollout.workers = {workers} that the run begins with"
+        yield problem(recipe, key, wrong, "set rollout.workers between both")
+    elif not recipe.staleness_plan.slack:
+        wrong = "has no effect to measure: trainer and rollouts wait for each other at each step"
+        yield problem(recipe, key, wrong, f"set pipeline.staleness = 1 or more, {off}")

@@ -93,6 +93,10 @@ class Job:
         for task in self._until_stop:
             task.cancel()
 
+    async def leave(self) -> None:
+        """This worker leaves the run, which goes on: stop, and give back what is held in as short a time as possible."""
+        await self.stop()
+
     async def finish(self) -> None:
         """Called once :meth:`work` has ended without an error."""
 

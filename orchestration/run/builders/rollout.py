@@ -14,7 +14,7 @@ from orchestration.run.checkpoint import MODEL
 from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, swaps_at_once, weight_reader
 from pipeline.events import AlarmEvent
 from stages.adapters.export import ADAPTER
-from stages.engines.protocols import RolloutEngine, TokenizingEngine
+from stages.engines.protocols import CuttingEngine, RolloutEngine, TokenizingEngine
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import load_prompts
 from stages.rollout.evaluate import Evaluator, distinct_prompts
@@ -51,6 +51,7 @@ class RolloutJob(Job):
         if isinstance(engine, TokenizingEngine) and TOKENIZER not in recipe.guard.off:
             await refuse_other_tokenizer(self, engine)
         stage, evaluator = make_rollout(self, engine, prompts.result())
+        self._stage = stage
         overlap = recipe.staleness_plan.slack > 0
         reader = weight_reader(recipe, self.paths.shared, self.secret)
         self.resources.callback(reader.close)
@@ -72,6 +73,15 @@ class RolloutJob(Job):
             cut=recipe.rollout.on_update == "cut",
         )
         await self._follower.begin()
+
+    async def leave(self) -> None:
+        """Cut and park what is in flight, and hand back what has no token. An engine that cannot cut ends it first."""
+        self._stage.leaving = True
+        await self.stop()
+        await asyncio.gather(*self._until_stop, return_exceptions=True)  # a swap under way ends
+        if isinstance(self._stage.engine, CuttingEngine):
+            await self._stage.engine.cut()
+            await self._stage.engine.close()
 
     def until_stop(self) -> Sequence[Work]:
         return (self._follower.run(),)

@@ -48,11 +48,11 @@ class UpdateJob(Job):
 
     async def build(self) -> None:
         await self.make_engine()
-        if self.ranks.rank:
-            self.make_rank_worker(DeviceLease())
-            return
         publisher = weight_publisher(self.recipe, self.paths.shared, self.secret, await self.index.own_address())
         self.resources.callback(publisher.close)
+        if self.ranks.rank:
+            self.make_rank_worker(DeviceLease(), publisher)
+            return
         await self.make_stage(publisher, DeviceLease())
 
     def until_stop(self) -> Sequence[Work]:
@@ -98,7 +98,7 @@ class UpdateJob(Job):
             await asyncio.to_thread(self.checkpoint.load_into, self.engine)
             self._saved = self.checkpoint.version
 
-    def make_rank_worker(self, device: DeviceLease) -> None:
+    def make_rank_worker(self, device: DeviceLease, publisher: Publisher | None = None) -> None:
         """Make what a rank other than 0 does."""
         self.rank_worker = worker = RankWorker(
             self.dock,
@@ -108,6 +108,7 @@ class UpdateJob(Job):
             version=self._saved,
             save=self._writer.begin,
             device=device,
+            publisher=publisher,
         )
         self.version = lambda: worker.trained
 

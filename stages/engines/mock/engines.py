@@ -120,6 +120,11 @@ class MockRolloutEngine:
         self._check_open()
         return _logprobs(response_ids, self._spans[-1][2])
 
+    async def cut(self) -> None:
+        self._advance()
+        self._cut()
+        self._arm()
+
     async def pause(self) -> None:
         self._advance()
         self._paused = True

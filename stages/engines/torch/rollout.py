@@ -150,6 +150,9 @@ class TorchRolloutEngine:
             run_in_thread(replaced.clear, "rollout-weights")
             return SwapTimes(exposed=exposed, hidden=time.perf_counter() - began - exposed)
 
+    async def cut(self) -> None:
+        await self._at_boundary(self._batch.cut)
+
     async def score(
         self, prompt_ids: torch.Tensor, response_ids: torch.Tensor, *, temperature: float = 1.0
     ) -> torch.Tensor:

@@ -192,6 +192,14 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     browser.click("Workers")
     browser.until("return document.querySelectorAll('#view-workers tbody tr').length >= 4")
 
+    browser.click("Scale")
+    browser.js("document.querySelector('#dialog-number').value = '2'")
+    assert browser.axe() == []
+    browser.click("Scale the run")
+    browser.until(
+        "return [...document.querySelectorAll('#view-workers tbody tr')].some((row) => row.innerText.includes('rollout-1'))"
+    )
+
     browser.click("Stop")
     browser.click("Cancel")
     assert served.run(run)["state"] == "running"

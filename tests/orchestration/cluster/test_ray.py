@@ -16,7 +16,7 @@ import redis
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
 from pipeline.index.embedded import EmbeddedIndex
-from tests.orchestration.runs import TINY, complete, recipe
+from tests.orchestration.runs import TINY, complete, executing, recipe
 
 pytest.importorskip("ray")
 
@@ -50,12 +50,13 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     # Ray lowers the priority of workers; on a busy machine they would get no time.
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    # Its memory monitor kills workers when other processes of this machine fill the memory.
+    os.environ |= {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
     for _ in range(2):
-        cluster.add_node(num_cpus=2)
+        cluster.add_node(num_cpus=3)
     yield cluster
     cluster.shutdown()
 
@@ -102,8 +103,8 @@ async def test_tiny_trains_on_three_nodes(index: str, cluster: Any, tmp_path: Pa
 
 async def test_a_cluster_that_is_too_small_is_refused(index: str, cluster: Any, tmp_path: Path) -> None:
     of = on_ray(index, cluster, rollout__threads=64)
-    _, result = await complete(Run.create(of, tmp_path / "run"))
-    assert result.state == "failed"
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == watched.of("state")[-1]["state"] == "failed"
     assert "no room for rollout-0 (CPU 64)" in result.reason
 
 
@@ -116,3 +117,31 @@ async def test_an_address_without_a_cluster_is_refused(index: str, tmp_path: Pat
         _, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
     assert "launch.address = '127.0.0.1:" in result.reason
+
+
+async def test_a_killed_raylet_costs_no_sample(index: str, cluster: Any, tmp_path: Path) -> None:
+    of = on_ray(index, cluster, train__steps=3000, checkpoint__every=4)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+
+        def events(worker: str | None, change: str) -> int:
+            return sum((e["worker"], e["change"]) == (worker, change) for e in watched.of("worker"))
+
+        await watched.until(lambda: len(watched.of("step")) >= 6, 280)
+        assert watched.run.supervisor is not None
+        documents = watched.run.supervisor.index
+        host = await documents.get(f"host:{await documents.get('life:rollout-0')}")
+        pid = next(event["pid"] for event in watched.of("worker") if event["worker"] == host)
+        raylet = psutil.Process(pid).parent()
+        assert raylet is not None
+        assert raylet.name() == "raylet"
+        raylet.kill()
+        await watched.until(lambda: events(host, "died") == 1 and events("rollout-0", "ready") >= 2, 280)
+        made = len(watched.of("step"))
+        await watched.until(lambda: len(watched.of("step")) > made + 3, 280)
+        watched.stop.set()
+        result = await work
+    assert result.state == "stopped", result.reason
+    assert events(host, "died") == 1
+    groups = {step["step"]: step["groups"] for step in watched.of("step")}  # of each step its last event
+    assert sorted(groups) == list(range(len(groups)))
+    assert sorted(group for of_step in groups.values() for group in of_step) == list(range(len(groups) * 4))

@@ -11,6 +11,7 @@ import pytest
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.engines import swaps_at_once
 from orchestration.run.run import Run
+from stages.weights.depot import Depot
 from tests.orchestration.run.test_run import (
     assert_each_sample_once,
     assert_equal,
@@ -22,13 +23,22 @@ from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 
 
 @pytest.mark.parametrize("launcher", ["inline", "process"])
-async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(launcher: str, tmp_path: Path) -> None:
+async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes read the trainer's memory, as it is on their node; the inline run receives each version, as on another."""
+    received: list[int] = []
+    if launcher == "inline":
+        receive = Depot._receive_into
+        monkeypatch.setattr("stages.weights.depot.is_here", lambda *_: False)
+        monkeypatch.setattr(Depot, "_receive_into", lambda *of: (received.append(of[2].version), receive(*of)))  # type: ignore[attr-defined]
     of = recipe(TINY, pipeline__staleness=0, sync__transport="collective", launch__launcher=launcher)
     expected, weights = await synchronous(of)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     assert [(step["reward_mean"], step["loss"]) for step in watched.of("step")] == expected
     assert_equal(trained(of, result), weights)
+    assert received == (list(range(1, of.train.steps + 1)) if launcher == "inline" else [])
     assert_nothing_left(watched.run)
 
 

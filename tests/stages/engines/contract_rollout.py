@@ -26,6 +26,7 @@ from stages.engines.protocols import (
     Begun,
     ColocatedEngine,
     Completion,
+    CuttingEngine,
     EngineClosed,
     EngineFailed,
     GroupRequest,
@@ -240,6 +241,25 @@ class RolloutContract(ABC):
         assert done.versions == (*cut.versions, (old + 1, len(done.token_ids) - count))
         if number:
             await self.load(engine, 0)
+
+    async def test_what_an_engine_cuts_is_continued(self, engine: RolloutEngine) -> None:
+        """The cut has to come between two tokens, and is tried again, as above."""
+        if not isinstance(engine, CuttingEngine):
+            pytest.skip("it ends what is in flight before it leaves")
+        until, request, cut = time.monotonic() + self.deadline, self.ask(0, (0,), max_tokens=self.long_tokens), None
+        while cut is None or cut.finish_reason != "cut":
+            assert time.monotonic() < until, "no cut came while a response was being made"
+            stream = engine.generate([request, self.ask(1, (0,), max_tokens=1)])
+            async with asyncio.timeout(self.deadline):
+                await anext(stream)
+                await engine.cut()
+                cut = (await collect(stream))[0, 0]
+        count = len(cut.token_ids)
+        assert 0 < count < self.long_tokens
+        begun = Begun(cut.token_ids, cut.logprobs, cut.versions)
+        done = (await self.made(engine, replace(request, begun={0: begun})))[0, 0]
+        assert len(done.token_ids) > count
+        assert torch.equal(done.token_ids[:count], cut.token_ids)
 
     async def test_a_swap_that_cuts_leaves_what_has_no_token_yet(self, engine: RolloutEngine) -> None:
         await engine.pause()

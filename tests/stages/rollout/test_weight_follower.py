@@ -303,10 +303,14 @@ class Damaging(WeightStore):
         self.times, self.published = times, 0
 
     def publish(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe | None = None
+        self,
+        version: int,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        probe: Probe | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> Published:
         self.published += 1
-        published = super().publish(version, weights, probe)
+        published = super().publish(version, weights, probe, part)
         if self.times:
             self.times -= 1
             self._open(published.slot, published.nbytes)[100] ^= 1
@@ -413,7 +417,15 @@ async def test_all_ranks_give_their_weights_again(trained: Index, tmp_path: Path
     rank_groups = [RankGroup(trained, Ranks(rank, 1, 2), "life") for rank in range(2)]
     halves = [Half(MockTrainOptions(step_seconds=0)) for _ in rank_groups]
     dock: Any = SimpleNamespace(index=trained, schema=())
-    rank_worker = RankWorker(dock, halves[1], GRPO(), rank_groups[1], version=1, save=lambda folder: asyncio.sleep(0))
+    rank_worker = RankWorker(
+        dock,
+        halves[1],
+        GRPO(),
+        rank_groups[1],
+        version=1,
+        save=lambda folder: asyncio.sleep(0),
+        publisher=WeightStore(tmp_path),
+    )
     store = Damaging(tmp_path, 1)
     stage = update(trained, store, halves[0], 1, rank_groups[0])
     engine = MockRolloutEngine(MockRolloutOptions(swap_seconds=0))

@@ -21,7 +21,7 @@ from stages.engines.plans import Ranks
 from stages.flow.catalogue import catalogue
 from stages.flow.resolver import resolve
 from stages.training.ranks import RankGroup, RankWorker
-from stages.weights.store import probed
+from stages.weights.store import WeightStore, probed
 from tests.batches import make_batch, unstack
 
 GROUPS = [(6, (5, 3)), (40, (2, 2)), (3, (12, 30)), (4, (1, 1))]
@@ -100,14 +100,24 @@ class Looking:
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1), (2, 2), (4, 1)])
-async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: Dock, dp: int, tp: int) -> None:
+async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(
+    dock: Dock, dp: int, tp: int, tmp_path: Path
+) -> None:
     claim, rows = await filled(dock)
     algorithm = GRPO()
     rank_groups = [RankGroup(dock.index, Ranks(rank, dp, tp), "life") for rank in range(dp * tp)]
     together = threading.Barrier(len(rank_groups))
     engines = [Looking(together) for _ in rank_groups]
     rank_workers = [
-        RankWorker(dock, engine, algorithm, rank_group, version=4, save=partial(asyncio.to_thread, engine.save))  # type: ignore[arg-type]
+        RankWorker(
+            dock,
+            engine,  # type: ignore[arg-type]
+            algorithm,
+            rank_group,
+            version=4,
+            save=partial(asyncio.to_thread, engine.save),
+            publisher=WeightStore(tmp_path, bucket_bytes=4),
+        )
         for engine, rank_group in zip(engines[1:], rank_groups[1:], strict=True)
     ]
     working = [asyncio.create_task(rank_worker.run()) for rank_worker in rank_workers]
@@ -118,9 +128,13 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(dock: 
     await rank_groups[0].broadcast("train", claim=claim.record(), shares=shares)
     share = await rank_groups[0].fetch(dock, claim, shares, columns, 4)
     await asyncio.to_thread(engines[0].train_batch, share, algorithm)
-    await rank_groups[0].broadcast("publish", probe=[[5, 6, 7]], weights=True)
+    await rank_groups[0].broadcast("publish", probe=[[5, 6, 7]], version=5)
     await asyncio.to_thread(probed, engines[0], [[5, 6, 7]])
-    await asyncio.to_thread(list, engines[0].weights())
+    store, part = WeightStore(tmp_path, bucket_bytes=4), (0, len(rank_groups))
+    own = await asyncio.to_thread(store.publish, 5, engines[0].weights(), None, part)
+    published = await rank_groups[0].join_parts(own)
+    assert all(digest for _, _, digest in published.buckets)
+    assert store.read(published).keys() == {"a", "b"}
     await rank_groups[0].broadcast("save", folder="/somewhere")
     await asyncio.to_thread(engines[0].save, Path("/somewhere"))
     await rank_groups[0].broadcast("end")

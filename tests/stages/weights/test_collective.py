@@ -284,9 +284,9 @@ def test_an_engine_that_asks_nothing_or_nonsense_is_given_up(tmp_path: Path, nod
     try:
         published = sender.publish(1, weights(1).items())
         nonsense = (
-            {"key": published.key},
-            {"key": published.key, "source": 7, "first": 0, "serves": None, "failed": []},
-            {"key": published.key, "source": 0, "first": 0, "serves": "here", "failed": [None]},
+            {"key": published.key()},
+            {"key": published.key(), "source": 7, "first": 0, "serves": None, "failed": []},
+            {"key": published.key(), "source": 0, "first": 0, "serves": "here", "failed": [None]},
             ["set", "a"],
             {"key": "99-0", "source": 0, "first": 0, "serves": None, "failed": []},
             7,

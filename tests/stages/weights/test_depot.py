@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import threading
@@ -19,7 +20,7 @@ from stages.weights import chain, collective, depot
 from stages.weights.chain import Chain, pieces_of
 from stages.weights.collective import WeightSender
 from stages.weights.depot import Depot
-from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
+from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable, joined
 from tests.stages.weights.test_collective import SECRET, TIMEOUT, nodes, same, start, weights
 
 __all__ = ["nodes", "start"]  # fixtures
@@ -163,7 +164,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def pieces(node: Depot, published: Published) -> int:
-    arriving = node._sendable.get(published.key)
+    arriving = node._sendable.get(published.key())
     return 0 if arriving is None else arriving.there[0]
 
 
@@ -217,7 +218,7 @@ def test_engines_of_one_node_have_one_copy(trainer: Trainer, nodes: Callable[...
     found[0]["embedding"][0] = 7.0
     assert found[1]["embedding"][0, 0] == found[2]["embedding"][0, 0] == 7.0, "the memory is the same"
     folder = tmp_path / "nodes" / "node" / depot.FOLDER
-    assert sorted(file.name for file in folder.iterdir()) == ["lock", f"weights-{published.key}"]
+    assert sorted(file.name for file in folder.iterdir()) == ["lock", f"weights-{published.key()}"]
 
 
 def test_an_engine_goes_on_with_what_a_dead_one_of_its_node_has_received(
@@ -284,3 +285,76 @@ def test_a_version_without_room_in_shared_memory_is_no_crash(
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(WeightsUnreachable, match="No space left"):
         nodes().read(trainer.publish(1))
+
+
+# ── several ranks of a trainer ──
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[WeightSender]]:
+    """Three ranks on nodes of their own."""
+    senders = [
+        WeightSender(
+            WeightStore(tmp_path / f"rank-{rank}", bucket_bytes=5000), host="127.0.0.1", secret=SECRET, timeout=TIMEOUT
+        )
+        for rank in range(3)
+    ]
+    yield senders
+    for sender in senders:
+        sender.close()
+
+
+def published_by(ranks: list[WeightSender], version: int) -> Published:
+    return joined(
+        [
+            sender.publish(version, weights(version).items(), None, (rank, len(ranks)))
+            for rank, sender in enumerate(ranks)
+        ]
+    )
+
+
+def test_each_rank_of_a_trainer_sends_the_buckets_that_it_has_published(
+    ranks: list[WeightSender], nodes: Callable[..., Depot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes in each rank's chain; what one rank has not published it does not send."""
+    sent: list[int] = []
+    send = chain.send_pieces
+
+    def noted(peer: Any, memory: Any, pieces: Any, first: int) -> None:
+        sent.append(sum(piece.nbytes for piece in pieces))
+        send(peer, memory, pieces, first)
+
+    monkeypatch.setattr(collective, "send_pieces", noted)
+    several = [nodes(), nodes()]
+    for version in (1, 2, 3):
+        published = Published.from_record(json.loads(json.dumps(published_by(ranks, version).record())))
+        assert len(json.loads(published.source)) == 3
+        assert [same(node.read(published), version) for node in several] == [True, True]
+        assert len(sent) == 3, "each rank once"
+        assert sum(sent) == sum(nbytes for _, nbytes, _ in published.buckets)
+        assert max(sent) < 0.6 * sum(sent)
+        sent.clear()
+
+
+def test_a_rank_that_has_ended_leaves_a_version_unreachable_and_its_successor_sends_the_rest(
+    ranks: list[WeightSender], nodes: Callable[..., Depot]
+) -> None:
+    published, node = published_by(ranks, 1), nodes()
+    ranks[1].close()
+    with pytest.raises(WeightsUnreachable):
+        node.read(published)
+    store = ranks[1]._store
+    ranks[1] = WeightSender(store, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
+    assert same(node.read(published_by(ranks, 1)), 1)
+
+
+def test_ranks_of_one_node_write_one_slot(tmp_path: Path) -> None:
+    stores = [WeightStore(tmp_path, bucket_bytes=5000) for _ in range(3)]
+    for version in (1, 2, 3):
+        parts: list[Any] = [
+            begun(lambda rank=rank, store=store: store.publish(version, weights(version).items(), None, (rank, 3)))  # type: ignore[misc]  # noqa: B023
+            for rank, store in enumerate(stores)
+        ]
+        whole = joined([result(part) for part in parts])
+        assert whole == WeightStore(tmp_path / "alone", bucket_bytes=5000).publish(version, weights(version).items())
+        assert same(WeightStore(tmp_path).read(whole), version)

@@ -133,6 +133,18 @@ async def until(call: Call, run: str, true: Callable[[dict[str, Any]], Any]) -> 
         await asyncio.sleep(0.1)  # the REST API of a single run has nothing to wait on but its stream
 
 
+async def until_rollouts(call: Call, run: str, there: bool) -> None:
+    """Look at the pipeline until rollout-1 works, or has left."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        stage = next(s for s in (await call("GET", f"/v1/runs/{run}/stages"))["stages"] if s["name"] == "rollout")
+        state = {worker["worker"]: worker["state"] for worker in stage["workers"]}.get("rollout-1")
+        if state == ("ready" if there else "left"):
+            return
+        assert time.monotonic() < deadline, stage
+        await asyncio.sleep(0.1)
+
+
 async def test_a_run_is_driven_from_its_submission_to_its_deletion(server: Served) -> None:
     async with calling(server) as call:
         run = (await call("POST", "/v1/runs", 201, json={"recipe": RECIPE, "overrides": LONG}))["id"]
@@ -167,6 +179,12 @@ async def test_a_run_is_driven_from_its_submission_to_its_deletion(server: Serve
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
         assert '"ready"' in await call("GET", f"/v1/runs/{run}/logs?worker=rollout-0")
+
+        for rollouts, there in ((2, True), (1, False)):
+            await call("POST", f"/v1/runs/{run}/scale", 202, json={"rollout": rollouts})
+            await until_rollouts(call, run, there)
+        refused = json.loads(await call("POST", f"/v1/runs/{run}/scale", 422, json={"rollout": 5000}))
+        assert (refused["field"], refused["value"]) == ("rollout.workers", 5000)
 
         assert (await call("POST", f"/v1/runs/{run}/stop", 202))["state"] in ("stopping", "stopped")
         assert (await until(call, run, lambda view: view["ended"]))["state"] == "stopped"

@@ -1,0 +1,248 @@
+"""Rollout workers that join and leave in the middle of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from orchestration.elastic.scale import SCALE, request_leave, request_scale, scaled, until_leave
+from orchestration.recipe.flow import flow_of
+from orchestration.recipe.problems import RecipeError
+from orchestration.run import hosts
+from orchestration.run.builders.rollout import RolloutJob
+from orchestration.run.kinds import remote_workers, workers_of
+from orchestration.run.launchers import HEAD, ORDERS, beat
+from orchestration.run.paths import RunPaths
+from orchestration.run.run import Run
+from orchestration.run.supervisor import Supervisor
+from orchestration.service.registry import WrongState
+from pipeline.index.client import ENGINES, Index, RunConfig
+from pipeline.warehouse.dock import Dock
+from stages.engines.mock.engines import MockRolloutEngine
+from tests.orchestration.run.test_hosts import REMOTE
+from tests.orchestration.run.test_partial_rollout import LONG_TAILED
+from tests.orchestration.run.test_ranks import ScriptedLauncher, ScriptedLife
+from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
+from tests.orchestration.runs import MOCK, TINY, Watched, executing, recipe
+
+STEPS = 16
+
+
+def changes(watched: Watched, worker: str) -> list[str]:
+    return [event["change"] for event in watched.of("worker") if event["worker"] == worker]
+
+
+def counted(watched: Watched, what: str) -> dict[str, int]:
+    """What each rollout worker has reported in all of its lives; a life begins at 0."""
+    total, last = dict[str, int](), dict[str, int]()
+    for event in watched.of("stage"):
+        if event["stage"] == "rollout":
+            worker, now = event["worker"], event[what]
+            total[worker] = total.get(worker, 0) + now - (before if (before := last.get(worker, 0)) <= now else 0)
+            last[worker] = now
+    return total
+
+
+async def scale(watched: Watched, rollouts: int) -> None:
+    assert watched.run.supervisor is not None
+    await request_scale(watched.run.supervisor.index, rollouts)
+
+
+async def test_rollouts_join_and_leave_and_no_token_is_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, generate = dict[int, MockRolloutEngine](), MockRolloutEngine.generate
+    third = asyncio.Event()  # the engine of rollout-2 has begun
+
+    def generating(engine: MockRolloutEngine, requests: Any) -> Any:
+        engines[id(engine)] = engine
+        if len(engines) == 3:
+            third.set()
+        return generate(engine, requests)
+
+    monkeypatch.setattr(MockRolloutEngine, "generate", generating)
+    of = recipe(LONG_TAILED, train__steps=STEPS, checkpoint__every=STEPS, rollout__workers=1, pipeline__staleness=2)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: bool(watched.of("step")))
+        await scale(watched, 3)
+        await asyncio.wait_for(third.wait(), 60)
+        await scale(watched, 1)
+        for worker in ("rollout-1", "rollout-2"):
+            await watched.until(lambda: "left" in changes(watched, worker))  # noqa: B023
+        await scale(watched, 2)
+        await watched.until(lambda: changes(watched, "rollout-1").count("ready") == 2)
+        result = await work
+    assert result.state == "finished", result.reason
+    for worker in ("rollout-1", "rollout-2"):
+        left = [event for event in watched.of("worker") if event["worker"] == worker and event["change"] == "left"]
+        assert [event.get("reason") for event in left] == [None], "not ended for its time"
+    assert not [event for event in watched.of("worker") if event["change"] in ("died", "restarted")]
+    assert_each_sample_once(of, watched)
+    made, parked = counted(watched, "tokens"), counted(watched, "parked")
+    assert parked["rollout-1"] + parked["rollout-2"] > 0, "what was in flight was parked"
+    assert sum(made.values()) == watched.of("ledger")[-1]["generated_tokens"], "a token was made twice"
+    assert_nothing_left(watched.run)
+
+
+async def test_a_rollout_that_does_not_leave_in_time_is_ended_and_its_rows_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stuck(self: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(RolloutJob, "leave", stuck)  # it goes on as if it had not been asked
+    of = recipe(LONG_TAILED, train__steps=6, checkpoint__every=STEPS, launch__leave_timeout=0.3, pipeline__staleness=2)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: counted(watched, "tokens").get("rollout-1", 0) > 0)
+        await scale(watched, 1)
+        result = await work
+    assert result.state == "finished", result.reason
+    assert changes(watched, "rollout-1")[-2:] == ["leaves", "left"]
+    assert_each_sample_once(of, watched)
+
+
+async def test_the_number_of_a_run_that_is_taken_over_stays(index: Index) -> None:
+    """The next supervisor of the index launches the workers that were asked for."""
+    of = recipe(TINY)
+    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.put("recipe", of.to_json())
+    await index.transition([""], "running")
+    await request_scale(index, 2)
+    launcher = ScriptedLauncher(index)
+    supervisor = Supervisor(
+        index,
+        launcher,
+        workers_of(of),
+        of.launch,
+        steps=0,
+        begins=0,
+        rescale=lambda rollouts: workers_of(scaled(of, rollouts)),
+    )
+    work = asyncio.create_task(supervisor.run(asyncio.Event()))
+    lives = await launcher.next(4)
+    assert sorted(lives) == ["flow-0", "rollout-0", "rollout-1", "update-0"]
+    assert json.loads(await index.get(ENGINES) or "") == ["rollout-0", "rollout-1"]
+    for worker in ("rollout-0", "rollout-1", "update-0"):
+        lives[worker].code.set_result(0)
+    supervisor.launch = of.launch.model_copy(update={"stop_timeout": 0.2})
+    assert (await asyncio.wait_for(work, 20)).state == "finished"
+
+
+async def test_a_worker_whose_host_leaves_is_launched_again(index: Index) -> None:
+    """It ends with 0 though the run goes on, and takes nothing from its restart budget."""
+    of = recipe(TINY, launch__max_restarts=0)
+    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.transition([""], "created")
+    launcher = ScriptedLauncher(index)
+    supervisor = Supervisor(index, launcher, workers_of(of), of.launch, steps=0, begins=0)
+    work = asyncio.create_task(supervisor.run(asyncio.Event()))
+    life = (await launcher.next(3))["rollout-0"]
+    await request_leave(index, life.name)
+    life.code.set_result(0)
+    assert list(await launcher.next(1)) == ["rollout-0"]
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("base", "rollouts", "wrong"),
+    [
+        (MOCK, 0, r"rollout\.workers = 0"),
+        (
+            {**TINY, "launch": {**TINY["launch"], "placement": "colocated"}},
+            2,
+            "starts no rollout workers by themselves",
+        ),
+    ],
+)
+async def test_numbers_that_a_run_cannot_have_are_refused(
+    index: Index, base: dict[str, Any], rollouts: int, wrong: str
+) -> None:
+    with pytest.raises(WrongState):
+        await request_scale(index, 2)
+    await index.put("recipe", recipe(base).to_json())
+    await index.init(RunConfig(()), {})
+    await index.transition([""], "running")
+    with pytest.raises(RecipeError, match=wrong):
+        await request_scale(index, rollouts)
+    assert await index.get(SCALE) is None
+
+
+def test_further_workers_of_a_run_with_hosts_are_left_to_them() -> None:
+    of = recipe(MOCK, **REMOTE)
+    for rollouts, remote in ((1, set()), (2, {1}), (4, {1, 2, 3})):
+        assert remote_workers(scaled(of, rollouts)) == {("rollout", number) for number in remote}
+    assert remote_workers(scaled(recipe(MOCK), 4)) == set()
+
+
+class Lives:
+    """In place of a host's launcher: lives that the test ends."""
+
+    launched: asyncio.Queue[ScriptedLife]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Has no options."""
+
+    async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> ScriptedLife:
+        life = ScriptedLife(name)
+        self.launched.put_nowait(life)
+        return life
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+
+
+async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_further_orders(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "ProcessLauncher", Lives)
+    Lives.launched = asyncio.Queue()
+    of = recipe(MOCK, **REMOTE)
+    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.put("recipe", of.to_json())
+    await index.put("place", RunPaths(tmp_path / "out", tmp_path / "shared", None).to_json())
+    await index.put("secret", "a secret of sixteen or more")
+    await index.transition([""], "running")
+    head = Dock(index, flow_of(of).schema, worker="head", directory=tmp_path / "shared", warehouse="head")
+    (tmp_path / "shared").mkdir()
+    await head.join(1 << 20)
+
+    async def warehouses(count: int) -> None:
+        async with asyncio.timeout(20):
+            while len(await index.warehouses()) != count:
+                await index.wait("warehouses", "0", 0.05)  # an end of one wakes nothing
+
+    async def order(number: int) -> ScriptedLife:
+        entry = {"kind": "rollout", "number": 1, "name": f"rollout-1-{number}", "host": ""}
+        await index.append_log(ORDERS, number, msgpack.packb(entry))
+        return await asyncio.wait_for(Lives.launched.get(), 20)
+
+    host, stop = hosts.Host(index.url, index.run, tmp_path / "data", serve="127.0.0.1"), asyncio.Event()
+    beating = asyncio.create_task(beat(index, HEAD))
+    working = asyncio.create_task(host.run(stop))
+    try:
+        await warehouses(2)
+        life = await order(0)
+        await request_leave(index, life.name)
+        life.code.set_result(0)
+        await warehouses(1)
+        assert not working.done(), "it takes further orders"
+        life = await order(1)
+        await warehouses(2)
+        stop.set()
+        await until_leave(index, life.name, 20)
+        assert not working.done(), "it waits for what its worker parks"
+        life.code.set_result(0)
+        await asyncio.wait_for(working, 20)
+        assert await index.get(f"exit:{life.name}") == "0"
+        await warehouses(1)
+    finally:
+        for task in (working, beating):
+            task.cancel()
+        await asyncio.gather(working, beating, return_exceptions=True)
+        await head.close()
