@@ -36,9 +36,10 @@ import numpy as np
 import redis
 
 from pipeline.events import WorkerEvent
+from pipeline.index.address import Address
 from pipeline.index.claims import REF, Claim, Nothing, Stored, pack_made, ranges
 from pipeline.index.client import Index, RunConfig, StageSpec
-from pipeline.index.embedded import Address, EmbeddedIndex
+from pipeline.index.embedded import EmbeddedIndex
 
 GROUP, PROCESSES, SLAB = 8, 4, 1 << 20
 PROMPT, RESPONSE, SCORE, CREDIT = 1, 2, 4, 8

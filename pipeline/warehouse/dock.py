@@ -22,9 +22,9 @@ import numpy as np
 from tensordict import TensorDict
 
 from pipeline.columns import Schema
+from pipeline.index.address import redacted
 from pipeline.index.claims import STATES, Claim, Nothing, pack_made, ranges
 from pipeline.index.client import Index, RunConfig, StageSpec
-from pipeline.index.link import redacted
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.directory import WarehouseDirectory
 from pipeline.warehouse.reader import Reader

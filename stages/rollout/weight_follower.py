@@ -29,6 +29,7 @@ from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.rollout.evaluate import Evaluation, Evaluator, evaluate_once, newest_due, newest_evaluated, record
 from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
+from stages.weights.documents import damaged, done_with
 from stages.weights.fault import OTHER, UNDELIVERED, find_fault, raise_alarm, same_logprobs
 from stages.weights.store import (
     Probe,
@@ -39,8 +40,6 @@ from stages.weights.store import (
     Reader,
     WeightsDamaged,
     WeightsUnreachable,
-    damaged,
-    done_with,
     scored,
 )
 

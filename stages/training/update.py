@@ -39,7 +39,8 @@ from stages.training.critic import CriticOrders
 from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup
 from stages.training.skipped import SkippedSteps
-from stages.weights.store import Probe, Published, Publisher, WeightsDamaged, damaged, done_with, probed
+from stages.weights.documents import damaged, done_with
+from stages.weights.store import Probe, Published, Publisher, WeightsDamaged, probed
 
 log = structlog.get_logger()
 

@@ -290,17 +290,6 @@ def joined(parts: Sequence[Published]) -> Published:
     return replace(parts[0], buckets=tuple(buckets), source=json.dumps(sources) if sources else "")
 
 
-def damaged(version: int) -> str:
-    """Returns the key of the document that names the worker which has found ``version`` damaged; empty once the trainer has
-    published it again."""
-    return f"damaged:{version}"
-
-
-def done_with(worker: str) -> str:
-    """Returns the key of the document that holds the last version that ``worker`` has taken and will need."""
-    return f"has-last-weights:{worker}"
-
-
 Publisher: TypeAlias = "WeightStore | WeightSender"  # what a trainer publishes weights with
 Reader: TypeAlias = "WeightStore | Depot"  # what a rollout engine reads published weights with
 

@@ -25,7 +25,7 @@ from orchestration.recipe.problems import Problem, RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, SyncSection
 from orchestration.recipe.values import format_size
-from pipeline.index.link import redacted
+from pipeline.index.address import redacted
 from stages.prompts.files import Reading
 
 LONGEST_NAME = 64

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from redis.exceptions import RedisError
 
-from pipeline.index.client import Index, IndexUnreachable, Link, redacted
+from pipeline.index.address import redacted
+from pipeline.index.client import Index, IndexUnreachable, Link
 
 Scope = Literal["read", "run", "admin"]
 SCOPES: tuple[Scope, ...] = ("read", "run", "admin")  # each includes those before it

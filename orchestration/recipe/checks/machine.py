@@ -36,8 +36,7 @@ from orchestration.recipe.problems import Problem, split_fix, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
-from pipeline.index.embedded import Address
-from pipeline.index.link import redacted
+from pipeline.index.address import Address, redacted
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names

@@ -18,7 +18,7 @@ from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, CriticSection, TrainSection
 from orchestration.recipe.values import format_size
-from pipeline.index.link import redacted
+from pipeline.index.address import redacted
 from pipeline.staleness import passing_steps
 
 

@@ -15,8 +15,9 @@ import redis.asyncio as redis
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.sections import PipelineSection
+from pipeline.index.address import Address
 from pipeline.index.client import OWN_ADDRESS, Index
-from pipeline.index.embedded import Address, EmbeddedIndex, served_by_tls
+from pipeline.index.embedded import EmbeddedIndex, served_by_tls
 from tests.orchestration.runs import MOCK, recipe
 from tests.servers import self_signed
 

@@ -29,7 +29,8 @@ from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, WeightFollower
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
-from stages.weights.store import Probe, ProbeRule, Published, WeightsDamaged, WeightStore, damaged, gap, probed
+from stages.weights.documents import damaged
+from stages.weights.store import Probe, ProbeRule, Published, WeightsDamaged, WeightStore, gap, probed
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
 from tests.stages.rollout.test_evaluate import evaluator
 
