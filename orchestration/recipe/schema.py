@@ -126,6 +126,8 @@ class Recipe(Section):
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with absolute paths, so that it can be used from any folder."""
         url = self.checkpoint.url
+        if url and "://" not in url:
+            url = str(Path(url).expanduser().resolve())  # a folder that the run makes
         return self.model_copy(
             update={
                 "model": self.model.model_copy(
@@ -141,7 +143,7 @@ class Recipe(Section):
                         ],
                     }
                 ),
-                "checkpoint": self.checkpoint.model_copy(update={"url": url if "://" in url else _absolute(url)}),
+                "checkpoint": self.checkpoint.model_copy(update={"url": url}),
                 "pipeline": self.pipeline.model_copy(
                     update={name: _absolute(getattr(self.pipeline, name)) for name in TLS_FILES}
                 ),
