@@ -20,6 +20,7 @@ OTHERWISE = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "ascend": "npu", "
 FILES = {"cuda": ("nvidia[0-9]*",), "npu": ("davinci[0-9]*",), "xpu": ("dri/renderD*",)}
 ANY = {"cuda": ("dxg", "kfd")}  # of all devices together: in WSL, and of ROCm
 VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "npu": ("ASCEND_RT_VISIBLE_DEVICES",)}
+RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # Ray's names of devices, by torch's
 
 
 def device_fix(name: str) -> str:

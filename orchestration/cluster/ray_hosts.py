@@ -20,13 +20,14 @@ from typing import Any
 
 import structlog
 
-from orchestration.cluster.placement import RESOURCES, Node, bundles, describe_lack, place
+from orchestration.cluster.placement import Node, bundles, describe_lack, place
 from orchestration.recipe.devices import Worker
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import HOSTS, Unplaceable
 from pipeline.index.client import Index
 from pipeline.index.embedded import die_with_parent
+from stages.device_names import RESOURCES
 
 log = structlog.get_logger()
 

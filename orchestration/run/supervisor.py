@@ -324,10 +324,9 @@ class Supervisor:
         return worker in self.workers
 
     def _others_work(self, worker: Worker) -> bool:
-        """Whether the run goes on without ``worker``, as others of its elastic kind work."""
+        """Whether the run goes on without ``worker``, as others of its elastic kind work, or have done all of it."""
         return kind_of(worker[0]).elastic and any(
-            other[0] == worker[0] and other != worker and other not in self._absent and not task.done()
-            for other, task in self._keepers.items()
+            other[0] == worker[0] and other != worker and other not in self._absent for other in self._keepers
         )
 
     async def _record_unplaced(self, name: str, is_unplaced: bool) -> None:

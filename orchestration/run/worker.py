@@ -111,7 +111,7 @@ class Worker:
         self.index = Index(url, run)
         self.kind, self.number, self.name = kind, number, name
         self._job: Job | None = None
-        self._ready = False
+        self._ready = asyncio.Event()
 
     async def run(self) -> None:
         """Work until the run's work is done or the run stops. Raises what went wrong, after putting it into the index."""
@@ -143,7 +143,7 @@ class Worker:
             job_type = JOBS[kind_of(self.kind).name]
             self._job = job = job_type(recipe, paths, self.index, dock, secret, self.kind, self.number)
             await self._build(job, paths)
-            self._ready = True
+            self._ready.set()
             await self._emit("ready")
             log.info("ready")
             try:
@@ -170,14 +170,18 @@ class Worker:
             await self.index.close()
 
     async def _beat(self, seconds: float) -> None:
-        """Give a sign of life every ``seconds``, until cancelled."""
+        """Give a sign of life every ``seconds``, and one when the worker is ready, until cancelled."""
         while True:
             job = self._job
             stages = [controller.stage.name for controller in job.controllers] if job is not None else []
-            version = job.version() if job is not None else None
+            version, ready = job.version() if job is not None else None, self._ready.is_set()
             with contextlib.suppress(IndexUnreachable):
-                await self.index.beat(self.name, stages, version, ready=self._ready)
-            await asyncio.sleep(seconds)
+                await self.index.beat(self.name, stages, version, ready=ready)
+            if ready:
+                await asyncio.sleep(seconds)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ready.wait(), seconds)
 
     async def _build(self, job: Job, paths: RunPaths) -> None:
         """Raises CannotStart for an error that would come again. That is known only while the run starts: later, other

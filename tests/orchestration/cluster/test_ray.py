@@ -90,7 +90,7 @@ async def test_tiny_trains_on_three_nodes(index: str, cluster: Any, tmp_path: Pa
     hosts = [event for event in watched.of("worker") if event["stage"] == "host"]
     ready = {event["worker"]: event for event in hosts if event["change"] == "ready"}
     assert len(ready) == 3, hosts
-    assert {event["change"] for event in hosts} == {"ready", "stopped"}
+    assert {"ready"} <= {event["change"] for event in hosts} <= {"ready", "stopped"}
     assert all(event["node"] == platform.node() for event in ready.values())
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} >= {"update-0.log", "rollout-2.log", "ray.log"}
     places = {event["worker"]: event["host"] for event in watched.of("worker") if event["change"] == "ready"}

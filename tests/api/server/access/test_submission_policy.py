@@ -245,7 +245,9 @@ def test_checkpoints_are_copied_only_to_listed_places(tmp_path: Path) -> None:
     """`checkpoint.url` may be any folder that the server can write to."""
     place = str(tmp_path)
     for other in (place, f"{place}/below", f"file://{place}/..", "memory://x", ["x"]):
-        assert "checkpoint.url" in refused(recipe(), {"checkpoint.url": other}, allow_checkpoints={f"file://{place}"})
+        assert "checkpoint.url" in refused(
+            recipe(), overrides={"checkpoint.url": other}, allow_checkpoints={f"file://{place}"}
+        )
     given = Settings(data=Path(), allow_checkpoints=frozenset([f"file://{place}"]))
     assert accept(given, recipe(), {"checkpoint.url": f"file://{place}"}).checkpoint.url == f"file://{place}"
 
@@ -253,7 +255,7 @@ def test_checkpoints_are_copied_only_to_listed_places(tmp_path: Path) -> None:
 def test_hosts_may_run_workers_where_the_services_index_is_reached_from_other_machines() -> None:
     wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "collective", "sync.serve": "0.0.0.0"}
     wanted |= {"launch.remote_rollouts": 1, "launch.launcher": "process"}
-    assert "pipeline.index" in refused(recipe(), wanted, allow_listen={"0.0.0.0"})
+    assert "pipeline.index" in refused(recipe(), overrides=wanted, allow_listen={"0.0.0.0"})
     given = Settings(data=Path(), allow_listen=frozenset(["0.0.0.0"]), index="redis://:secret@10.0.0.1")
     accepted = accept(given, recipe(), wanted)
     assert accepted.pipeline.index == "embedded", "no recipe shows the service's index"
