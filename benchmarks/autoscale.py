@@ -1,10 +1,11 @@
-"""Autoscaling against fixed numbers of rollout workers, while the load changes twice. Mock engines, one process.
+"""Autoscaling against fixed numbers of rollout workers, while the load changes twice. Mock engines, one process, all runs
+at once: what else the machine does slows all of them alike.
 
-In the middle third of the steps responses are several times as long. Each fixed number from 1 to --most trains the same
-steps; then a run with `launch.autoscale` does, which begins with the fewest. The best fixed number is the smallest one whose
-time is within 2 % of the shortest. A second column has what the time took: seconds times workers.
+In the middle third of the steps responses are several times as long. Each fixed number trains the same steps; so does a
+run with `launch.autoscale`, which begins with the fewest. The best fixed number is the smallest one whose time is within 2 %
+of the shortest. A second column has what the time took: seconds times workers.
 
-    python benchmarks/autoscale.py [--smoke] [--json FILE]
+    python benchmarks/autoscale.py [--smoke] [--fixed 4 5 6] [--json FILE]
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import argparse
 import asyncio
 import json
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.executed import executed
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.run.run import Run
 from pipeline.events import Event
 from stages.engines.mock.engines import MockRolloutEngine, _Row
 from stages.engines.mock.options import MockRolloutOptions
@@ -44,8 +45,8 @@ class Workload:
     group_size: int = 4
     rows: int = 8  # that one rollout decodes at the same time
     tokens: int = 40
-    step_seconds: float = 0.5
-    window: float = 2.0
+    step_seconds: float = 1.0
+    window: float = 4.0
     least: int = 1
     most: int = 6
 
@@ -70,7 +71,7 @@ class Workload:
                     },
                     "workers": workers or self.least,
                     "max_rows": self.rows,
-                    "max_tokens": round(self.tokens * self.times) + 1,
+                    "max_tokens": round(4 * self.tokens * self.times),  # none is cut off: lengths are log-normal
                 },
                 "reward": {"functions": [{"name": "spelling"}]},
                 "algorithm": {"group_size": self.group_size},
@@ -87,7 +88,7 @@ class Workload:
         )
 
 
-SMOKE = Workload(steps=36, step_seconds=0.15, window=0.5, most=3)
+SMOKE = Workload(steps=24, step_seconds=0.15, window=0.5, most=3)
 
 
 class LoadedEngine(MockRolloutEngine):
@@ -98,7 +99,7 @@ class LoadedEngine(MockRolloutEngine):
     def _row(self, request: GroupRequest, place: int, stream: Responses) -> _Row:
         row = super()._row(request, place, stream)
         if self.groups / 3 <= request.group < 2 * self.groups / 3:
-            row.length = row.tokens = round(row.length * self.times)
+            row.length = row.tokens = min(round(row.length * self.times), request.params.max_tokens)
         return row
 
 
@@ -143,19 +144,7 @@ class Arm:
 
 async def measure(workload: Workload, workers: int, out: Path) -> Arm:
     """Train once. Raises RuntimeError when the run does not finish."""
-    run = Run.create(workload.recipe(workers), out)
-    events = list[Event]()
-
-    async def follow() -> None:
-        async for event in run.events():
-            events.append(event)
-
-    following = asyncio.create_task(follow())
-    result = await run.execute()
-    await following
-    if result.state != "finished":
-        raise RuntimeError(f"{run.id}: {result.reason}")
-    return arm_of(workers, events)
+    return arm_of(workers, await executed(workload.recipe(workers), out))
 
 
 def arm_of(workers: int, events: list[Event]) -> Arm:
@@ -175,14 +164,12 @@ def arm_of(workers: int, events: list[Event]) -> Arm:
     return Arm(workers, end - begin, spent, numbers, waits)
 
 
-async def compare(workload: Workload) -> tuple[list[Arm], Arm]:
-    """Returns the fixed numbers, and the autoscaled run."""
+async def compare(workload: Workload, fixed: Sequence[int]) -> tuple[list[Arm], Arm]:
+    """Returns the arms of the ``fixed`` numbers, and the autoscaled one."""
     with tempfile.TemporaryDirectory() as folder:
-        fixed = [
-            await measure(workload, workers, Path(folder) / str(workers))
-            for workers in range(workload.least, workload.most + 1)
-        ]
-        return fixed, await measure(workload, 0, Path(folder) / "auto")
+        runs = (measure(workload, workers, Path(folder) / str(workers)) for workers in (0, *fixed))
+        auto, *arms = await asyncio.gather(*runs)
+        return arms, auto
 
 
 def best_of(fixed: list[Arm]) -> Arm:
@@ -194,11 +181,14 @@ def best_of(fixed: list[Arm]) -> Arm:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a short run, whose figures say little")
-    parser.add_argument("--most", type=int, default=Workload.most, help="largest number of rollouts")
+    parser.add_argument(
+        "--fixed", type=int, nargs="+", metavar="N", help="fixed numbers; default: all that there may be"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    workload = SMOKE if options.smoke else replace(Workload(), most=options.most)
-    fixed, auto = asyncio.run(compare(workload))
+    workload = SMOKE if options.smoke else Workload()
+    numbers = options.fixed or range(workload.least, workload.most + 1)
+    fixed, auto = asyncio.run(compare(workload, numbers))
     best = best_of(fixed)
     print(
         f"{workload.steps} steps; load × {workload.times:g} in the middle third; needs {workload.need:g} rollouts, then more"

@@ -4,6 +4,7 @@ machine 0: asyncdock run ─▶ flow, rollout-0, update      machines 1, 2: asyn
      each is a network, a host name, shared memory and process numbers of its own; the index is on a fourth one
 kill -9 of a process │ of a machine with all in it │ SIGSTOP of a process │ a cable out, and in again │ of the index
 at the end of a run ─▶ each step and each group once, in order · none past the bound · the ledger adds up
+                       no response made again from before its last parked token, unless its machine was lost
                        at η = 0, one remote replica: the weights are those of a run that nothing has disturbed
 
 A machine that was killed comes back with a new host; a killed head is resumed. It needs root, ip and tc.
@@ -18,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +32,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.dispatch_scale import Infeasible, Network, index_server, start_index
-from benchmarks.kill_soak import Broken, tail
+from benchmarks.kill_soak import RECIPE, Broken, check_metrics, tail
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.guard.waiting import waiting_chain
 from orchestration.service.lifecycle import WHERE
@@ -38,45 +40,23 @@ from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 from tests.machines import Machines
 
-STEPS, GROUPS, SIZE, HANG = 40, 4, 4, 5.0
+STEPS, BUDGET = 80, 4
 HOSTS = (1, 2)
 LONGEST_CUT = 12.0  # s; a host is lost after 10
-RECIPE = """
-name = "cluster-soak"
-[model]
-source = "mock"
-[prompts]
-source = "builtin"
-task = "repeat"
-max_prompt_tokens = 16
-[rollout]
-engine = "mock"
-workers = {workers}
-max_tokens = 16
-mock = {{ time_scale = 0.1 }}
-[reward]
-functions = [{{ name = "spelling" }}]
-[algorithm]
-group_size = {size}
-[train]
-engine = "mock"
-steps = {steps}
-groups_per_step = {groups}
-mock = {{ time_scale = 0.1 }}
-[checkpoint]
-every = 5
-[pipeline]
-staleness = {staleness}
-index = "{index}"
-serve = "0.0.0.0"
-[sync]
-transport = "collective"
-serve = "0.0.0.0"
-[launch]
-remote_rollouts = {remote}
-max_restarts = 10000
-hang_timeout = {hang}
-"""
+SETTINGS = (
+    f"train.steps={STEPS}",
+    "train.mock.time_scale=0.4",
+    "checkpoint.every=5",
+    "rollout.engine=benchmarks.begun_engine:engine",
+    "rollout.mock={}",
+    "rollout.options.time_scale=0.2",
+    "pipeline.serve=0.0.0.0",
+    "sync.transport=collective",
+    "sync.serve=0.0.0.0",
+    "launch.max_restarts=10000",
+    "launch.hang_timeout=5",
+    "launch.startup_timeout=60",
+)
 
 
 @dataclass
@@ -89,23 +69,38 @@ class ClusterSoak:
     server: EmbeddedIndex
     random: random.Random
     most: int
-    gap: float = 4.0
-    deadline: float = 900.0  # s, for a run
+    gap: float = 3.0
+    deadline: float = 1200.0  # s, for a run
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
+    again: int = 0  # how often a response was continued from tokens that it had been continued from before
+    _drawn: str = ""
+    _losses: list[float] = field(default_factory=list)  # when a machine was killed or cut off, in s since 1970
     _hosts: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
     _down: dict[int, float] = field(default_factory=dict)  # machine → when its cable is put back
 
     def run_once(self, number: int, *, exact: bool, kills: int) -> str:
         """One run to its end; returns the hash of its last weights. ``exact``: η = 0 with one replica. Raises Broken."""
-        out, recipe = self.home / f"run{number}", self.home / f"run{number}.toml"
-        workers, remote = (1, 1) if exact else (3, 2)
-        limits = {"steps": STEPS, "groups": GROUPS, "size": SIZE, "hang": HANG, "index": self.machines.url}
-        recipe.write_text(RECIPE.format(workers=workers, remote=remote, staleness=0 if exact else 2, **limits))
-        log = self.home / f"run{number}.log"
-        command, began = ["run", str(recipe), "--out", str(out)], time.monotonic()
-        left, run, due = kills, "", began + self._next()
+        out, recipe = self.home / f"run{number}", self.home / "soak.toml"
+        workers, remote, bound = (1, 1, 0) if exact else (3, 2, 2)
+        log, begun = self.home / f"run{number}.log", self.home / f"run{number}.begun"
+        own = (
+            *SETTINGS,
+            f"pipeline.index={self.machines.url}",
+            f"pipeline.staleness={bound}",
+            f"rollout.workers={workers}",
+            f"rollout.budget={0 if exact else BUDGET}",  # at η = 0 responses are not cut
+            f"launch.remote_rollouts={remote}",
+            f"rollout.options.log={begun}",
+        )
+        recipe.write_text(RECIPE)
+        command = ["run", str(recipe), "--out", str(out), *(f"--set={setting}" for setting in own)]
+        began = time.monotonic()
+        self._losses.clear()
+        self._drawn = ""
+        left, run, whole, due = kills, "", False, began + self._next()
         while True:
             head = self._start(0, log, *command, "--plain")
+            self._losses.append(time.time())  # what it makes is from the newest checkpoint on
             killed = False
             while head.poll() is None:
                 now = time.monotonic()
@@ -117,15 +112,19 @@ class ClusterSoak:
                 if left and now >= due and (what := self._kill(head, remote)):
                     left, due, killed = left - 1, now + self._next(), killed or what == "head"
                 time.sleep(0.05)
-            if head.returncode == 0:
+            # A head that was killed when all steps were saved: there is nothing to resume, and no summary either.
+            if head.returncode == 0 or (whole := "there is nothing to resume" in tail(log)):
                 break
-            if not killed:
+            # A process that is stopped before it begins ends the start of a run, which names the bound.
+            if not killed and "launch.startup_timeout" not in tail(log):
                 raise Broken(f"run {number}: `asyncdock {command[0]}` ended with {head.returncode}\n{tail(log)}")
             self._end_hosts()
             if (out / "recipe.json").exists():
                 command = ["resume", str(out)]
         self._end_hosts()
-        return self._check(out, 0 if exact else 2)
+        check_metrics(out, STEPS, bound, summary=not whole)
+        self._check_begun(begun, out)
+        return weights_of(out)
 
     def _next(self) -> float:
         """Seconds to the next kill."""
@@ -165,16 +164,17 @@ class ClusterSoak:
 
     def _kill(self, head: subprocess.Popen[str], remote: int) -> str:
         """One kill of a random kind; returns the kind, or "" where there is nothing of it now."""
-        kind = self.random.choice(("process", "process", "process", "stop", "machine", "head", "cable", "index"))
+        kinds = ("process", "process", "process", "stop", "machine", "head", "cable", "index")
+        # A kind stays drawn until it is possible: otherwise most kills would be of what starts first.
+        kind = self._drawn = self._drawn or self.random.choice(kinds)
         machine = self.random.choice((0, *HOSTS[:remote]))
         process = head if machine == 0 else self._hosts.get(machine)
-        name = kind
-        with contextlib.suppress(psutil.Error):
+        name, victim = kind, None
+        try:
             match kind:
                 case "process" | "stop":
-                    family = (
-                        psutil.Process(process.pid).children(recursive=True)[1:] if process else []
-                    )  # 0: the command
+                    found = psutil.Process(process.pid).children(recursive=True) if process else []
+                    family = found[1:]  # without the command itself
                     if not family:
                         return ""
                     victim = self.random.choice(family)
@@ -196,7 +196,14 @@ class ClusterSoak:
                     self.server.process.kill()
                     self.server.process.wait()
                     start_index(self.server, self.network)
+        except psutil.Error:  # it has just ended
+            return ""
+        if kind in ("machine", "head", "cable"):
+            self._losses.append(time.time())
+        self._drawn = ""
         self.kills[name] += 1
+        with (self.home / "kills").open("a") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {name} {'' if victim is None else victim}\n")
         return kind
 
     def _why(self, run: str) -> str:
@@ -204,33 +211,32 @@ class ClusterSoak:
 
         async def chain() -> list[str]:
             async with Index(self.server.url, run) as index:
-                return [str(wait) for wait in await waiting_chain(index)]
+                return [wait.text for wait in await waiting_chain(index)]
 
         return "\n".join(asyncio.run(chain())) if run else "it has not begun"
 
-    def _check(self, out: Path, bound: int) -> str:
-        events = list(read_metrics(out / METRICS))
-        steps = [event.data for event in events if event.kind == "step"]
-        if [step["step"] for step in steps] != list(range(STEPS)):
-            raise Broken(f"{out}: steps {[step['step'] for step in steps]}")
-        groups = sorted(group for step in steps for group in step["groups"])
-        if groups != list(range(STEPS * GROUPS)):
-            raise Broken(f"{out}: groups {groups}")
-        if max(step["staleness_max"] for step in steps) > bound:
-            raise Broken(f"{out}: a sample past the bound {bound}")
-        for unit in ("", "_tokens"):
-            ledger = [event.data for event in events if event.kind == "ledger"][-1]
-            if ledger[f"generated{unit}"] != sum(
-                ledger[f"{name}{unit}"] for name in ("trained", "filtered", "in_flight")
-            ):
-                raise Broken(f"{out}: the ledger does not add up: {ledger}")
-        if ledger["trained"] != STEPS * GROUPS * SIZE:
-            raise Broken(f"{out}: the ledger counts {ledger}")
-        newest = max((out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
-        digest = hashlib.sha256()
-        for file in sorted((newest / "model").rglob("*.safetensors")):
-            digest.update(file.read_bytes())
-        return digest.hexdigest()
+    def _check_begun(self, log: Path, out: Path) -> None:
+        """Raises Broken where a response was made again from before its last parked token, although no machine was lost: a
+        process that ends costs each of its responses at most one budget."""
+        rewound = [event.time for event in read_metrics(out / METRICS) if event.data.get("worker") == "runner-0"]
+        lost = sorted((*self._losses, *rewound))
+        had: dict[str, tuple[float, int]] = {}
+        for line in log.read_text().splitlines():
+            moment, place, tokens = float(line.split()[0]), " ".join(line.split()[1:3]), int(line.split()[3])
+            before, parked = had.get(place, (moment, 0))
+            if tokens < parked and not any(before <= loss <= moment for loss in lost):
+                raise Broken(f"{out}: group and place {place} had {parked} tokens, and was made again after {tokens}")
+            self.again += place in had and tokens == parked
+            had[place] = moment, tokens
+
+
+def weights_of(out: Path) -> str:
+    """The hash of the newest checkpoint's weights."""
+    newest = max((out / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+    digest = hashlib.sha256()
+    for file in sorted((newest / "model").rglob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -243,8 +249,9 @@ def three_machines(home: Path) -> Iterator[tuple[Machines, Network, EmbeddedInde
             machines.end()
 
 
-def report(kills: collections.Counter[str], runs: int, exact: int, seconds: float, seed: int) -> str:
-    lines = [f"{kills.total()} kills in {runs} runs ({exact} of them at η = 0), {seconds:.0f} s, seed {seed}", ""]
+def report(kills: collections.Counter[str], again: int, runs: int, exact: int, seconds: float, seed: int) -> str:
+    lines = [f"{kills.total()} kills in {runs} runs ({exact} of them at η = 0), {seconds:.0f} s, seed {seed}"]
+    lines += [f"responses made again from their last parked token: {again}, each of at most {BUDGET} tokens", ""]
     lines += ["| kind | kills |", "|---|---|", *(f"| {kind} | {count} |" for kind, count in sorted(kills.items()))]
     return "\n".join(lines)
 
@@ -252,29 +259,35 @@ def report(kills: collections.Counter[str], runs: int, exact: int, seconds: floa
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--most", type=int, default=8, help="kills in one run")
+    parser.add_argument("--most", type=int, default=20, help="kills in one run")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time; it is printed")
     options = parser.parse_args(arguments)
     seed = random.randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="adk-") as folder, three_machines(Path(folder)) as made:
-        soak = ClusterSoak(Path(folder), *made, random.Random(seed), options.most)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = Path(tempfile.mkdtemp(prefix="adk-"))
+    with three_machines(folder) as made:
+        soak = ClusterSoak(folder, *made, random.Random(seed), options.most)
         runs = exact = 0
         try:
             undisturbed = soak.run_once(0, exact=True, kills=0)
             while soak.kills.total() < options.kills:
                 runs += 1
                 exact += (is_exact := runs % 2 == 0)
-                left = min(soak.random.randint(2, options.most), options.kills - soak.kills.total())
+                left = min(soak.random.randint(2, max(2, options.most)), options.kills - soak.kills.total())
                 weights = soak.run_once(runs, exact=is_exact, kills=left)
                 if is_exact and weights != undisturbed:
                     raise Broken(f"run {runs}: at η = 0 its weights are not those of the undisturbed run")
                 print(f"run {runs} finished; {soak.kills.total()} kills: {dict(soak.kills)}", flush=True)
+                shutil.rmtree(folder / f"run{runs}")
         except (Broken, Infeasible) as broken:
-            print(f"BROKEN after {soak.kills.total()} kills: {broken}", file=sys.stderr)
+            print(f"BROKEN after {soak.kills.total()} kills: {broken}\nits folder: {folder}", file=sys.stderr)
             return 1
-    print(report(soak.kills, runs, exact, time.monotonic() - began, seed))
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    print(report(soak.kills, soak.again, runs, exact, time.monotonic() - began, seed))
     return 0
 
 

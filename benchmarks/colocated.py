@@ -34,11 +34,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.executed import executed
 from orchestration.logs import configure
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
-from orchestration.run.run import Run
 from pipeline.events import Event
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -94,18 +94,7 @@ def recipe_of(arm: str, model: str, steps: int, launcher: str, changes: Changes)
 async def measure(arm: str, recipe: Recipe) -> Arm:
     """Execute ``recipe`` and read its events. Raises RuntimeError when it does not finish."""
     with tempfile.TemporaryDirectory(prefix="asyncdock-benchmark-") as home:
-        run, events = Run.create(recipe, Path(home) / "run"), list[Event]()
-
-        async def follow() -> None:
-            async for event in run.events():
-                events.append(event)
-
-        following = asyncio.create_task(follow())
-        result = await run.execute()
-        await following
-    if result.state != "finished":
-        raise RuntimeError(f"{arm}: {result.state}: {result.reason}")
-    return arm_of(arm, events)
+        return arm_of(arm, await executed(recipe, Path(home) / "run"))
 
 
 def arm_of(arm: str, events: Sequence[Event]) -> Arm:

@@ -1,6 +1,7 @@
 """How the sample flow grows with the nodes: hosts with limited links, one to eight warehouses, work in proportion.
 
     sudo python benchmarks/dispatch_scale.py [--nodes 1 2 4 8] [--mbit 20] [--poll 1.0] [--repeats 3] [--json FILE]
+    sudo python benchmarks/dispatch_scale.py --ray --arms dock central
     sudo python benchmarks/dispatch_scale.py --quick
 
 Each host is a network namespace with one link to a bridge, limited both ways by tc; the index server is one more of them:
@@ -30,6 +31,8 @@ Three arms run the same code and differ in :class:`Arm` alone:
 The central arm's figure depends on how much of a link a host's samples need: the output has it, and it is what
 ``--mbit`` sets.
 
+With ``--ray`` the hosts are actors on the raylets of a Ray cluster, one on each, which enter their namespaces.
+
 Bytes against Eq. 4 of MindSpeed RL (arXiv 2507.19017): what each of S warehouses moves in and out,
 
     G·N·B·(2·PL + 3n·SL + 8(C+1)·M) / S
@@ -56,6 +59,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -63,8 +67,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -81,6 +85,11 @@ from pipeline.index.warehouses import WarehouseRecord
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 
+try:
+    from ray_cluster import raylets
+except ImportError:  # imported by a test, not started as a script
+    from benchmarks.ray_cluster import raylets
+
 MOST_HOSTS = 8
 SUBNET, PORT = "10.77.0", 6379
 SECRET = b"of one benchmark run on one machine"
@@ -90,6 +99,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 QUEUE_MS = 30  # at a link's limit, that is the most that a full queue delays a call to the index
 AHEAD = 2  # batches that a stage holds: one is computed, the next is fetched
 GOAL, WITHIN = 0.95, 0.02
+START_SECONDS = 60.0  # for an actor of a new raylet
 PAPER = "MindSpeed RL, Fig. 9, linearity at 24 nodes: 81.1 % transfer dock, 61.9 % central buffer, 40.4 % VeRL"
 
 
@@ -476,7 +486,7 @@ async def host_main(
     await asyncio.gather(living, return_exceptions=True)
     server = dock.warehouses.server
     sent, received = (server.payload_sent, server.payload_received) if server else (0, 0)
-    ends.send(("counts", Counts(dock.mapped - began, sent, received, dock.near, dock.far, cpu)))
+    ends.send(("counts", astuple(Counts(dock.mapped - began, sent, received, dock.near, dock.far, cpu))))
     await dock.close()
     await index.close()
 
@@ -573,12 +583,70 @@ class Crew:
             end.close()
 
 
-def measure(work: Work, arm: Arm, nodes: int, network: Network, index: EmbeddedIndex, run: str) -> Cell:
+class RayHost:
+    """The actor of a raylet: a host in each cell."""
+
+    def run(self, line: str, namespace: str, *arguments: Any) -> None:
+        torch.set_num_threads(1)
+        with socket.socket(socket.AF_UNIX) as end:
+            end.connect(line)
+            ends = Connection(end.detach())
+        try:
+            with inside(namespace):
+                asyncio.run(host_main(ends, *arguments))
+        except BaseException:
+            ends.send(("failed", traceback.format_exc()))
+
+
+class RayCrew(Crew):
+    """The hosts of one cell are ``actors``, which live on."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        super().__init__()
+        self._actors = actors
+
+    def start(self, namespace: str, *arguments: Any) -> None:
+        with tempfile.TemporaryDirectory(prefix="adk-") as folder, socket.socket(socket.AF_UNIX) as line:
+            line.bind(f"{folder}/line")
+            line.listen()
+            line.settimeout(START_SECONDS)
+            self._actors[len(self.ends)].run.remote(f"{folder}/line", namespace, *arguments)
+            end, _ = line.accept()
+            end.setblocking(True)
+            self.ends.append(Connection(end.detach()))
+
+
+@contextlib.contextmanager
+def crews(on_ray: bool, hosts: int) -> Iterator[Callable[[], Crew]]:
+    """Yield what makes the processes of a cell: of this machine, or on a Ray cluster of ``hosts`` raylets."""
+    if not on_ray:
+        yield Crew
+        return
+    import ray
+
+    with raylets(hosts, cpus=1) as cluster:
+        ray.init(cluster.address, log_to_driver=False)
+        actor = ray.remote(RayHost)
+        places = [node["NodeID"] for node in ray.nodes()]
+        actors = [actor.options(label_selector={"ray.io/node-id": place}).remote() for place in places]
+        yield lambda: RayCrew(actors)
+        ray.shutdown()
+
+
+def measure(
+    work: Work,
+    arm: Arm,
+    nodes: int,
+    network: Network,
+    index: EmbeddedIndex,
+    run: str,
+    crew_of: Callable[[], Crew] = Crew,
+) -> Cell:
     url = f"redis://{network.address(-1)}:{PORT}"
     deadline = time.monotonic() + 60 + 12 * work.rows / work.ideal
     generators = work.generators(nodes)
     rows = len(generators) * work.rows
-    with tempfile.TemporaryDirectory(prefix="adk-scale-", dir=shared_memory_directory()) as home, Crew() as crew:
+    with tempfile.TemporaryDirectory(prefix="adk-scale-", dir=shared_memory_directory()) as home, crew_of() as crew:
         for host in range(nodes):  # one after the other: each finds the addresses of those before it
             crew.start(network.name(f"host{host}"), work, arm, host, nodes, url, run, Path(home))
             next(crew.hear(deadline))
@@ -594,7 +662,7 @@ def measure(work: Work, arm: Arm, nodes: int, network: Network, index: EmbeddedI
                 break
         for end in crew.ends:
             end.send(None)
-        counts = {host: message[1] for host, message in crew.hear(deadline)}
+        counts = {host: Counts(*message[1]) for host, message in crew.hear(deadline)}
     asyncio.run(erase(index.url, run))
     stores = (
         [0] if arm.central else list(generators)
@@ -623,7 +691,7 @@ async def erase(url: str, run: str) -> None:
 
 
 def measure_all(
-    work: Work, nodes: Sequence[int], repeats: int, names: Sequence[str], ended: threading.Event
+    work: Work, nodes: Sequence[int], repeats: int, names: Sequence[str], ended: threading.Event, on_ray: bool = False
 ) -> list[list[Cell]]:
     """Repeats of all cells, until ``ended``. Arms take turns within a node count, so that other work on the machine slows
     all of them."""
@@ -633,6 +701,7 @@ def measure_all(
         Network(max(nodes), work.mbit) as network,
         tempfile.TemporaryDirectory(prefix="adk-") as home,
         index_server(network, Path(home)) as index,
+        crews(on_ray, max(nodes)) as crew_of,
     ):
         numbers = itertools.count()
         for turn in range(repeats):
@@ -641,7 +710,7 @@ def measure_all(
                 for arm in arms:
                     if ended.is_set():  # Python drops an exception of a signal's handler that comes in a destructor
                         raise KeyboardInterrupt
-                    cell = measure(work, arm, count, network, index, f"scale{next(numbers)}")
+                    cell = measure(work, arm, count, network, index, f"scale{next(numbers)}", crew_of)
                     print(f"round {turn + 1}: {arm.name}, {count} nodes: {cell.rate:.1f} samples/s", file=sys.stderr)
                     cells.append(cell)
             rounds.append(cells)
@@ -715,6 +784,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in Work().arms], default=None)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ray", action="store_true", help="hosts are actors on the raylets of a Ray cluster")
     parser.add_argument("--apart", action="store_true", help="generation and the other stages on different hosts")
     for name, kind in (("batches", int), ("batch", int), ("seconds", float), ("prompt", int), ("response", int)):
         parser.add_argument(f"--{name}", type=kind, default=getattr(Work, name))
@@ -742,7 +812,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGINT, interrupt)
     try:
-        rounds = measure_all(work, nodes, repeats, options.arms or [arm.name for arm in work.arms], ended)
+        arms = options.arms or [arm.name for arm in work.arms]
+        rounds = measure_all(work, nodes, repeats, arms, ended, options.ray)
     except Infeasible as missing:
         print(f"cannot run here: {missing}", file=sys.stderr)
         return 2

@@ -23,13 +23,13 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import faults
+from benchmarks.executed import executed
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.guard.guard import Guard
 from orchestration.guard.watch import options_of
 from orchestration.recipe.load import load_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.builders import rollout as worker
-from orchestration.run.run import Run
 from pipeline.events import AlarmEvent, Event
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -76,14 +76,7 @@ INJECTIONS = (
 async def events_of(recipe: Recipe) -> list[Event]:
     """The events of a run of ``recipe`` to its end."""
     with tempfile.TemporaryDirectory(prefix="guard-") as folder:
-        run = Run.create(recipe, Path(folder) / "run")
-
-        async def follow() -> list[Event]:
-            return [event async for event in run.events()]
-
-        following = asyncio.create_task(follow())
-        await run.execute()
-        return await following
+        return await executed(recipe, Path(folder) / "run", must_finish=False)
 
 
 def alarms_of(events: Sequence[Event]) -> list[AlarmEvent]:

@@ -8,9 +8,10 @@ the number of clients, so each client does less where there are more:
     admit ─▶ generate (80 of 100 clients): claim a group ─▶ commit each response when it ends ─▶ …
              score (16): claim ready rows ─▶ commit      credit (2): claim groups ─▶ commit      train (2): claim ─▶ release
 
-A client is a worker's connection to the index, with the calls that a worker makes and columns that nobody reads; it computes
-by sleeping. Clients share a few processes. After the flow, while all clients still wait: one wake-up of a topic on which
-all of them wait (what a published version does), and the price of the calls that workers make by the clock.
+A client is a worker's connection to the index. It makes the calls that a worker makes, sleeps where a worker computes, and
+commits columns that are not read. Clients share a few processes. After the flow, while all clients still wait: one wake-up
+of a topic on which all of them wait (what a published version does), and the price of the calls that workers make by the
+clock.
 
 The figures to use are those of the server: its processor seconds, its count of calls, its bytes. Latency is of a machine on
 which clients and server share the cores. Every cell fails unless each sample was released once.
@@ -255,7 +256,7 @@ async def cell(clients: int, rate: float, seconds: float, home: Path) -> dict[st
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what the server alone knows, and announces to nobody."""
+    """Poll ``condition`` until it holds: the server sends no event for it."""
     deadline = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < deadline, "the clients do not connect"

@@ -104,7 +104,7 @@ class Soak:
                     command = ["resume", str(out), "--plain"]
             if "Traceback" in log.read_text(errors="replace"):
                 raise Broken(f"run {number}: a traceback was shown\n{tail(log)}")
-            self._check_metrics(out, resumed=self.supervisor)
+            check_metrics(out, STEPS, 1)
             wait_until_gone(mark)
             for folder in (memory, sockets):
                 if found := [path.name for path in folder.glob("asyncdock*")]:
@@ -145,21 +145,27 @@ class Soak:
         family += [process] if self.supervisor else []
         return self.random.choice(family) if family else None
 
-    def _check_metrics(self, out: Path, resumed: bool) -> None:
-        events = list(read_metrics(out / METRICS))
-        steps = [event.data for event in events if event.kind == "step"]
-        if [step["step"] for step in steps] != list(range(STEPS)):
-            raise Broken(f"{out}: steps {[step['step'] for step in steps]}")
-        groups = sorted(group for step in steps for group in step["groups"])
-        if groups != list(range(STEPS * GROUPS)):
-            raise Broken(f"{out}: groups {groups}")
-        ledger = [event.data for event in events if event.kind == "ledger"][-1]
-        if ledger["generated"] != ledger["trained"] + ledger["filtered"] + ledger["in_flight"]:
+
+def check_metrics(out: Path, steps: int, bound: int, *, summary: bool = True) -> None:
+    """Raises Broken where the run in ``out`` did not train each group once within ``bound``, or its ledger is wrong."""
+    events = list(read_metrics(out / METRICS))
+    made = [event.data for event in events if event.kind == "step"]
+    if [step["step"] for step in made] != list(range(steps)):
+        raise Broken(f"{out}: steps {[step['step'] for step in made]}")
+    groups = [sorted(step["groups"]) for step in made]
+    if groups != [list(range(GROUPS * step, GROUPS * (step + 1))) for step in range(steps)]:
+        raise Broken(f"{out}: groups {groups}")
+    if max(step["staleness_max"] for step in made) > bound:
+        raise Broken(f"{out}: a sample past the bound {bound}")
+    ledger = [event.data for event in events if event.kind == "ledger"][-1]
+    for unit in ("", "_tokens"):
+        ways = ("trained", "filtered", "remade", "in_flight")
+        if ledger[f"generated{unit}"] != sum(ledger[f"{way}{unit}"] for way in ways):
             raise Broken(f"{out}: the ledger does not add up: {ledger}")
-        if ledger["trained"] != STEPS * GROUPS * SIZE:
-            raise Broken(f"{out}: the ledger counts {ledger}")
-        if json.loads((out / "summary.json").read_text())["state"] != "finished":
-            raise Broken(f"{out}: the summary does not say that it finished")
+    if ledger["trained"] != steps * GROUPS * SIZE:
+        raise Broken(f"{out}: the ledger counts {ledger}")
+    if summary and json.loads((out / "summary.json").read_text())["state"] != "finished":
+        raise Broken(f"{out}: the summary does not say that it finished")
 
 
 def kind(process: psutil.Process) -> str:

@@ -2,6 +2,7 @@
 
     python benchmarks/overlap.py [--step-seconds 3] [--balance 1] [--steps 24] [--bounds 0 1 2 4] [--json FILE]
     python benchmarks/overlap.py --replicas 4 --swap-share 0.1 --bounds 2
+    python benchmarks/overlap.py --ray 1 2 4 8 [--bounds 2]
     python benchmarks/overlap.py --engine torch --replicas 2 [--model tiny] [--repeats 3] [--steps 24]
     python benchmarks/overlap.py --smoke [--engine torch]
 
@@ -30,6 +31,10 @@ With ``--replicas`` the slots are shared among so many rollout workers, and each
 weights as soon as they can (together), and one after the other (rolling). A swap keeps a replica from decoding for
 ``--swap-share`` of a step; "all stop" is the share of time in which no replica could decode at all.
 
+With ``--ray`` there is one run for each number of hosts, on a Ray cluster of so many raylets on this machine. Each host has
+a replica with all the slots, and the work grows with them, so that a step keeps every stage as busy as on one host (also the
+trainer, which stands for one that grows alike). linearity(n) = rate(n) / (n · rate(1)).
+
 With ``--engine torch`` the replicas are real engines with a real model, and so is the trainer. The most that such an engine
 could do is not known beforehand, so there is no bound and no synchronous arm: the two manners of swapping run in turns,
 ``--repeats`` times each, medians are reported. A replica stops for the last ``exposed_seconds`` of its swap (a span of its
@@ -54,16 +59,18 @@ from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
 
+from benchmarks.executed import executed
 from orchestration.logs import configure
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.run.run import Run
 from pipeline.events import Event
 
 try:
+    from ray_cluster import on_ray, raylets
     from synchronous import synchronous_run
 except ImportError:  # imported by a test, not started as a script
+    from benchmarks.ray_cluster import on_ray, raylets
     from benchmarks.synchronous import synchronous_run
 
 
@@ -85,6 +92,12 @@ class Workload:
     launcher: str = "process"
     replicas: int = 1
     swap_share: float = 0.005  # of a step, in which a replica swaps and does not decode
+    address: str = ""  # of a Ray cluster that the run is on
+
+    def on_hosts(self, hosts: int, address: str) -> Workload:
+        """So many times the work, on as many hosts of the cluster at ``address``."""
+        slots, groups = self.slots * hosts, self.groups * hosts
+        return replace(self, slots=slots, groups=groups, replicas=hosts, address=address)
 
     @property
     def mean_tokens(self) -> float:
@@ -120,8 +133,10 @@ class Workload:
             "copy_seconds": 0.02 * self.step_seconds,
         }
         train = {"step_seconds": self.train_step_seconds, "token_seconds": self.train_token_seconds}
+        places = on_ray(self.address) if self.address else {"launch": {"launcher": self.launcher}}
         return parse_recipe(
             {
+                **places,
                 "name": f"overlap-{bound}",
                 "model": {"source": "mock"},
                 "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 64},
@@ -132,12 +147,11 @@ class Workload:
                     "max_tokens": self.longest,
                     "mock": decode,
                 },
-                "sync": {"rolling": rolling},
+                "sync": {**places.get("sync", {}), "rolling": rolling},
                 "reward": {"functions": [{"name": "spelling"}]},
                 "algorithm": {"group_size": self.group_size},
                 "train": {"engine": "mock", "steps": self.steps, "groups_per_step": self.groups, "mock": train},
-                "pipeline": {"staleness": bound, "arena": "256MiB"},
-                "launch": {"launcher": self.launcher},
+                "pipeline": {**places.get("pipeline", {}), "staleness": bound, "arena": self.groups << 23},
             }
         )
 
@@ -257,9 +271,11 @@ def measured(
     )
 
 
-async def asynchronous(workload: Workload, bound: int, home: Path, rolling: bool = True) -> Arm:
+async def asynchronous(
+    workload: Workload, bound: int, home: Path, rolling: bool = True, forks: ForkServer | None = None
+) -> Arm:
     """The real run with staleness bound ``bound``."""
-    events = await _executed(workload.recipe(bound, rolling), home / f"bound-{bound}{rolling}")
+    events = await executed(workload.recipe(bound, rolling), home / f"bound-{bound}{rolling}", forks=forks)
     steps = [event for event in events if event.kind == "step"]
     first, last = steps[workload.margin - 1], steps[-workload.margin]
     published = (e.data for e in events if e.kind == "sync" and e.data["worker"] == "update-0")
@@ -275,23 +291,6 @@ async def asynchronous(workload: Workload, bound: int, home: Path, rolling: bool
 
 def _manner(rolling: bool) -> str:
     return ", rolling" if rolling else ", together"
-
-
-async def _executed(recipe: Recipe, out: Path, forks: ForkServer | None = None) -> list[Event]:
-    """All events of a run, whose workers come from ``forks``. Raises RuntimeError when it does not finish."""
-    run, events = Run.create(recipe, out), list[Event]()
-    run.forks = forks
-
-    async def follow() -> None:
-        async for event in run.events():
-            events.append(event)
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(follow())
-        result = await run.execute()
-    if result.state != "finished":
-        raise RuntimeError(f"the run {recipe.name} {result.state}: {result.reason}")
-    return events
 
 
 def _steps(events: Sequence[Event]) -> list[Trained]:
@@ -399,7 +398,7 @@ class TorchRun:
 async def torch_run(
     workload: TorchWorkload, bound: int, home: Path, rolling: bool, forks: ForkServer | None
 ) -> TorchRun:
-    events = await _executed(workload.recipe(bound, rolling), home, forks)
+    events = await executed(workload.recipe(bound, rolling), home, forks)
     reports = (event.data for event in events if event.kind == "span" and event.data["stage"] == "rollout")
     if hidden := sum(data["left_out"] for data in reports):
         raise RuntimeError(
@@ -503,6 +502,33 @@ async def measure(workload: Workload, bounds: Sequence[int]) -> list[Arm]:
     return arms
 
 
+async def measure_on_ray(workload: Workload, hosts: Sequence[int], bound: int) -> list[Arm]:
+    """One run for each number of hosts."""
+    arms = []
+    with tempfile.TemporaryDirectory(prefix="overlap-") as home, closing(ForkServer.start()) as forks:
+        for number in hosts:
+            with raylets(number, cpus=2) as cluster:
+                of = workload.on_hosts(number, cluster.address)
+                arm = await asynchronous(of, bound, Path(home) / f"{number}", forks=forks)
+            arms.append(replace(arm, name=f"{number} hosts"))
+    return arms
+
+
+def ray_table(hosts: Sequence[int], arms: Sequence[Arm]) -> str:
+    """The arms as text; linearity is against the first."""
+    lines = [
+        "            trained               of the busiest    time in use by     update    staleness",
+        "hosts      tokens/s    linearity   stage's bound    gener.   train.     waits          max",
+    ]
+    for number, arm in zip(hosts, arms, strict=True):
+        linearity = arm.tokens_per_second / number / (arms[0].tokens_per_second / hosts[0])
+        lines.append(
+            f"{number:>5}{arm.tokens_per_second:>14.0f}{linearity:>13.1%}{arm.of_bound:>16.3f}{arm.generation_share:>10.3f}"
+            f"{arm.training_share:>9.3f}{arm.update_waits_share or 0.0:>10.3f}{arm.staleness_max:>13}"
+        )
+    return "\n".join(lines)
+
+
 def report(workload: Workload, arms: Sequence[Arm]) -> dict[str, Any]:
     rows = [{**asdict(arm), "tokens_per_second": arm.tokens_per_second, "of_bound": arm.of_bound} for arm in arms]
     return {"workload": asdict(workload), "arms": rows}
@@ -517,6 +543,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bounds", type=int, nargs="*", help="default: 0 1 2 4; with torch 2")
     parser.add_argument("--launcher", choices=["process", "inline"], default=Workload.launcher, help="mock")
     parser.add_argument("--replicas", type=int, help="default: 1; with torch 2")
+    parser.add_argument("--ray", type=int, nargs="+", metavar="HOSTS", help="mock: on Ray clusters of so many hosts")
     parser.add_argument("--swap-share", type=float, default=Workload.swap_share, help="mock")
     parser.add_argument("--model", choices=["tiny", "smollm2"], default=TorchWorkload.model, help="torch")
     parser.add_argument("--repeats", type=int, default=TorchWorkload.repeats, help="torch: runs of each arm")
@@ -562,15 +589,19 @@ def _main_mock(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     if not options.smoke:
         bounds = [0, 1, 2, 4] if options.bounds is None else options.bounds
         workload = Workload(options.step_seconds, options.balance, options.steps, launcher=options.launcher, **shared)
-    arms = asyncio.run(measure(workload, bounds))
+    if options.ray:
+        arms = asyncio.run(measure_on_ray(workload, options.ray, (options.bounds or [2])[0]))
+    else:
+        arms = asyncio.run(measure(workload, bounds))
     print(
-        f"{workload.groups} groups of {workload.group_size} a step, {workload.slots} slots, responses of "
+        f"{'Each host: ' if options.ray else ''}{workload.groups} groups of {workload.group_size} a step, "
+        f"{workload.slots} slots, responses of "
         f"{workload.mean_tokens:.0f} tokens on average, {workload.longest} at most; an average step keeps generation "
         f"busy for {workload.step_seconds * min(1, 1 / workload.balance):.2f} s "
         f"and training for {workload.step_seconds * min(1, workload.balance):.2f} s; "
         f"steps {arms[0].first + 1} to {arms[0].last} of {workload.steps}\n"
     )
-    print(table(arms))
+    print(ray_table(options.ray, arms) if options.ray else table(arms))
     return report(workload, arms)
 
 

@@ -3,12 +3,14 @@
     fork server, fork server in use already (as in a service), spawn ─▶ a run of mock engines, for each:
         execute ─▶ every worker is ready        seconds to the start of work
         kill -9 of a worker ─▶ its successor is ready
-        resident memory of the workers that is theirs alone
+        resident memory of the workers of this process that is theirs alone
 
     python benchmarks/starts.py [--repeat 5] [--workers 2] [--json FILE]
+    python benchmarks/starts.py --ray 3
 
 Arms take turns; medians are shown. The floor of a start by spawn is the workers' imports over the cores; that of a fork is
-one process's imports, or nothing where they are done.
+one process's imports, or nothing where they are done. With ``--ray`` the arms are runs on a standing Ray cluster of so many
+raylets on this machine: the first one, for which each node imports everything, and those after it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,13 +35,22 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
 
+try:
+    from ray_cluster import on_ray, raylets
+except ImportError:  # imported by a test, not started as a script
+    from benchmarks.ray_cluster import on_ray, raylets
+
 ARMS = ("spawn", "forkserver", "in use already")
+FIRST, LATER = "on Ray, the first run", "on Ray, a later run"
 VICTIM = "flow-0"
 
 
-def recipe_of(method: str, workers: int) -> Recipe:
+def recipe_of(method: str, workers: int, address: str = "") -> Recipe:
+    """``address``: of a Ray cluster that the run is on."""
+    places: dict[str, dict[str, Any]] = on_ray(address) if address else {"pipeline": {}, "launch": {}}
     return parse_recipe(
         {
+            **places,
             "name": "starts",
             "model": {"source": "mock"},
             "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 16},
@@ -46,16 +58,16 @@ def recipe_of(method: str, workers: int) -> Recipe:
             "reward": {"functions": [{"name": "spelling"}]},
             "algorithm": {"group_size": 4},
             "train": {"engine": "mock", "steps": 100_000, "groups_per_step": 4},
-            "pipeline": {"arena": "16MiB"},
-            "launch": {"start_method": method},
+            "pipeline": {**places["pipeline"], "arena": "16MiB"},
+            "launch": {**places["launch"], "start_method": method},
         }
     )
 
 
-async def measure(method: str, workers: int, forks: ForkServer | None) -> dict[str, float]:
+async def measure(method: str, workers: int, forks: ForkServer | None, address: str = "") -> dict[str, float]:
     """Seconds until all are ready, seconds from a kill to its successor's readiness, private bytes of the workers."""
     with tempfile.TemporaryDirectory(prefix="asyncdock-starts-") as folder:
-        run, stop = Run.create(recipe_of(method, workers), Path(folder) / "run"), asyncio.Event()
+        run, stop = Run.create(recipe_of(method, workers, address), Path(folder) / "run"), asyncio.Event()
         run.forks = forks
         began, killed, found = time.perf_counter(), 0.0, dict[str, float]()
         work = asyncio.create_task(run.execute(stop))
@@ -65,7 +77,7 @@ async def measure(method: str, workers: int, forks: ForkServer | None) -> dict[s
                     found["start"] = time.perf_counter() - began
                     assert run.supervisor is not None
                     pids = run.supervisor.pids()
-                    found["private"] = sum(psutil.Process(pid).memory_full_info().uss for pid in pids.values())
+                    found["private"] = sum(psutil.Process(pid).memory_full_info().uss for pid in pids.values() if pid)
                     killed = time.perf_counter()
                     os.kill(pids[VICTIM], signal.SIGKILL)
                 elif (
@@ -94,15 +106,24 @@ async def compare(repeat: int, workers: int) -> dict[str, list[dict[str, float]]
     return found
 
 
+async def compare_on_ray(repeat: int, workers: int, nodes: int) -> dict[str, list[dict[str, float]]]:
+    with contextlib.closing(ForkServer.start()) as forks, raylets(nodes, cpus=workers + 1) as cluster:
+        await measure("forkserver", workers, forks)  # its imports are done
+        runs = [await measure("forkserver", workers, forks, cluster.address) for _ in range(1 + repeat)]
+    return {FIRST: runs[:1], LATER: runs[1:]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument(
         "--workers", type=int, default=2, help="rollout workers; there are a flow and an update worker too"
     )
+    parser.add_argument("--ray", type=int, default=0, metavar="RAYLETS", help="on a Ray cluster of so many raylets")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = asyncio.run(compare(options.repeat, options.workers))
+    measured = compare_on_ray(options.repeat, options.workers, options.ray) if options.ray else None
+    found = asyncio.run(measured or compare(options.repeat, options.workers))
     print(f"{options.workers + 2} workers on {os.cpu_count()} cores, medians of {options.repeat}")
     print("| workers by | start, s | recovery from kill -9, s | memory of the workers' own, MiB |")
     print("|---|---|---|---|")

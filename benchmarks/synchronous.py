@@ -23,7 +23,7 @@ from tensordict import NonTensorStack, TensorDict
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
-from orchestration.rewards.reward_set import droppers, reward_set
+from orchestration.rewards.pool import droppers, reward_set
 from orchestration.run.engines import (
     critic_engine,
     reference_engine,

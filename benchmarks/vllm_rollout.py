@@ -170,7 +170,7 @@ async def arms(options: argparse.Namespace, sender: WeightSender, weights: Any, 
             first, *rest = requests(options.model, 4, SamplingParams(max_tokens=400))
             short = GroupRequest(9, (0,), first.prompt_ids, SamplingParams(max_tokens=1), 9)
             asked = [short, GroupRequest(0, first.places[1:], first.prompt_ids, first.params, 0), *rest]
-            transport = kind.transport.removeprefix("asyncdock_")
+            transport = "collective" if issubclass(kind, VllmCollectiveEngine) else "shared_memory"
             row = {"transport": transport, "rows": pause, "kv_cache": kv_cache, "start": start}
             row |= await updates(engine, sender, asked, weights, options.repeats)
         finally:

@@ -9,17 +9,19 @@
 it to the last engine that has verified it.
 
     chain    as the product: one copy a node, from the trainer to the first node, from each node to the next one
-    direct   each engine its own copy from the trainer, as before: the trainer's answer to a node that has failed twice
+    direct   for comparison: each engine its own copy from the trainer, as the trainer answers a node that has failed twice
     killed   the chain; the process of its first node is killed when half of the floor's time is over
+    changes  the chain; all nodes have the version before, of which the new one changes ``--changed`` of the numbers
 
 Floor: no node can have S bytes before S / bandwidth, and each receives them once. The chain's own bound adds one piece a
-node: (S + (N - 1) · piece) / bandwidth. ``sent`` is what left the trainer's link, in copies of S, headers of TCP included.
+node: (S + (N - 1) · piece) / bandwidth. Both are for whole versions. ``sent`` is what left the trainer's link, in copies of
+S, headers of TCP included.
 
 **swaps**: ``--replicas`` followers with mock engines take one version through the index, each with a swap of ``--swap``
 seconds. One at a time is ``at_once = 1``; the default is a quarter of them. The floor is ceil(replicas / at_once) · swap.
 
-**equal**: the share of a bfloat16 model's numbers whose two bytes are the same after a step, by learning rate: what a
-transfer of changes alone could leave out. The weights are those of a layer of SmolLM2, master weights are float32, and the
+**equal**: the share of a bfloat16 model's numbers whose two bytes are the same after a step, by learning rate, and what the
+changes take as they are sent. The weights are those of a layer of SmolLM2, master weights are float32, and the
 optimizer is the trainer's (AdamW), after ten steps of the same rate; gradients are drawn. AdamW's step does not depend on
 their scale.
 """
@@ -61,6 +63,7 @@ from stages.models import model_folder
 from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import SwapPolicy, WeightFollower
 from stages.weights.chain import PIECE_BYTES, receive_pieces
+from stages.weights.changes import changes
 from stages.weights.collective import WeightSender
 from stages.weights.depot import Arriving, Depot
 from stages.weights.secret_socket import connect
@@ -69,7 +72,7 @@ from stages.weights.store import Published, WeightStore
 SECRET = b"of one benchmark run on one machine"
 DEADLINE = 300.0
 BUCKETS = 16  # of a version: a node that lost its sender goes on at the first one that it has not verified
-ARMS = ("direct", "chain", "killed")
+ARMS = ("direct", "chain", "killed", "changes")
 FORK = multiprocessing.get_context("fork")
 
 
@@ -91,14 +94,19 @@ class Cell:
     held: float
 
 
-def trainer_process(parent: int, namespace: str, address: str, home: Path, nbytes: int, pipe: Connection) -> None:
-    """Publish a version of ``nbytes`` random bytes for each number that comes."""
+def trainer_process(
+    parent: int, namespace: str, address: str, home: Path, nbytes: int, changed: float, pipe: Connection
+) -> None:
+    """Publish a version of ``nbytes`` random bytes for each number that comes, with ``changed`` of the two-byte numbers of
+    the one before others."""
     die_with_parent(parent)
+    random = np.random.default_rng(0)
+    numbers = random.integers(0, 2**16, nbytes // 2, np.uint16)
     with inside(namespace):
         sender = WeightSender(WeightStore(home, bucket_bytes=nbytes // BUCKETS), host=address, secret=SECRET)
         while (version := pipe.recv()) is not None:
-            random = torch.from_numpy(np.random.default_rng(version).integers(0, 255, nbytes, np.uint8))
-            pipe.send(sender.publish(version, [("weights", random)]).record())
+            numbers += (random.random(len(numbers)) < changed).astype(np.uint16)
+            pipe.send(sender.publish(version, [("weights", torch.from_numpy(numbers))]).record())
 
 
 def node_process(parent: int, namespace: str, shared: Path, engines: int, pipe: Connection) -> None:
@@ -124,8 +132,7 @@ def direct(depot: Depot, published: Published) -> None:
     memory = np.empty(published.nbytes, np.uint8)
     arriving = Arriving(published, memory)
     with closing(connect(arriving.sources[0], SECRET, connecting=5.0, timeout=60.0)) as trainer:
-        request = {"key": published.key(), "source": 0, "first": 0, "serves": None, "failed": [("0.0.0.0", 1)] * 2}
-        trainer.send_message(request)
+        trainer.send_message(arriving.request(0, 0, 1, serves=None, failed=[("0.0.0.0", 1)] * 2))
         assert trainer.receive_message() == {"have": True, "from": None}
         for _ in receive_pieces(trainer, memory, arriving.pieces[0], 0, 60.0):
             pass
@@ -178,7 +185,7 @@ def measure_nodes(options: argparse.Namespace, most: int) -> list[Cell]:
 def measure_cell(options: argparse.Namespace, network: Network, home: Path, arm: str, nodes: int) -> Cell:
     floor = options.size / (options.mbit * 1e6 / 8)
     with ExitStack() as stack:
-        own = (network.name("index"), network.address(-1), home / "trainer", options.size)
+        own = (network.name("index"), network.address(-1), home / "trainer", options.size, options.changed)
         _, trainer = stack.enter_context(process(trainer_process, *own))
         members = [
             stack.enter_context(
@@ -188,6 +195,13 @@ def measure_cell(options: argparse.Namespace, network: Network, home: Path, arm:
         ]
         trainer.send(1)
         record = received(trainer)
+        if arm == "changes":
+            for _, pipe in members:
+                pipe.send((arm, record))
+            for _, pipe in members:
+                received(pipe)
+            trainer.send(2)
+            record = received(trainer)
         before, began = sent_bytes(own[0]), time.monotonic()
         for _, pipe in members:
             pipe.send((arm, record))
@@ -290,8 +304,8 @@ def layer_weights(layer: str = "model.layers.15.") -> torch.Tensor:
         return torch.cat([file.get_tensor(name).float().flatten() for name in file.keys() if layer in name])  # noqa: SIM118
 
 
-def equal_share(weights: torch.Tensor, rate: float, steps: int = 10) -> float:
-    """The share of bfloat16 numbers that step ``steps`` + 1 of AdamW at ``rate`` leaves bit for bit."""
+def after_step(weights: torch.Tensor, rate: float, steps: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    """The bfloat16 numbers before and after step ``steps`` + 1 of AdamW at ``rate``, as bytes."""
     random = torch.Generator().manual_seed(0)
     master = torch.nn.Parameter(weights.clone())
     optimizer = torch.optim.AdamW([master], lr=rate, weight_decay=0.0)
@@ -300,17 +314,21 @@ def equal_share(weights: torch.Tensor, rate: float, steps: int = 10) -> float:
         before = master.detach().bfloat16()
         master.grad = drift + torch.randn(len(weights), generator=random)  # what batches agree on, and noise
         optimizer.step()
-    return float((master.detach().bfloat16() == before).double().mean())
+    return before.view(torch.uint8).numpy(), master.detach().bfloat16().view(torch.uint8).numpy()
 
 
 def equal() -> list[dict[str, float]]:
-    print(f"{'rate':>8}{'equal':>9}{'changes alone, of all bytes':>29}")
+    print(f"{'rate':>8}{'equal':>9}{'sent, of all bytes':>20}")
     found, weights = [], layer_weights()
     for rate in (1e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4):
-        share = equal_share(weights, rate)
-        needed = min(1.0, (1 - share) * 3)  # an index of four bytes beside a number of two
-        print(f"{rate:>8.0e}{share:>9.4f}{needed:>29.3f}")
-        found.append({"rate": rate, "equal": share, "needed": needed})
+        old, new = after_step(weights, rate)
+        share = float((old.view(np.uint16) == new.view(np.uint16)).mean())
+        starts = range(0, len(new), PIECE_BYTES)
+        pieces = [changes(new[at : at + PIECE_BYTES], old[at : at + PIECE_BYTES]) for at in starts]
+        whole = [len(new[at : at + PIECE_BYTES]) for at in starts]
+        sent = sum(all_of if packed is None else len(packed) for packed, all_of in zip(pieces, whole, strict=True))
+        print(f"{rate:>8.0e}{share:>9.4f}{sent / len(new):>20.3f}")
+        found.append({"rate": rate, "equal": share, "sent": sent / len(new)})
     return found
 
 
@@ -321,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", type=int, default=2, help="of each node")
     parser.add_argument("--mbit", type=float, default=100.0, help="of each node's link, each way")
     parser.add_argument("--size", type=lambda text: int(parse_size(text)), default=32 * 2**20, help="of the weights")  # type: ignore[call-overload]
+    parser.add_argument("--changed", type=float, default=0.02, help="share of the numbers in the arm changes")
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--swap", type=float, default=0.8, help="seconds of one swap")
     parser.add_argument("--json", type=Path)

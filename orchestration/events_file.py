@@ -95,3 +95,12 @@ def read_metrics(path: Path) -> Iterator[Event]:
         for line in lines:
             if line.endswith("\n"):
                 yield Event(**json.loads(line))
+
+
+def finite_numbers(data: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among the values of ``data``, without those that are not finite."""
+    return {
+        name: float(value)
+        for name, value in data.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }

@@ -10,16 +10,16 @@ concurrently: renew leases at a third of their length; emit a `stage` event twic
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
 from pipeline.clock import Clock
 from pipeline.events import EventData, SpanEvent, StageEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import Claim, LeaseLost
+from pipeline.index.client import Claim, Index, LeaseLost
 from pipeline.spans import Spans
 from pipeline.warehouse.arena import StaleHandle
 
@@ -216,20 +216,17 @@ class Controller:
 
     async def report(self) -> None:
         """Emit a `stage` event, and a `span` event when there are spans."""
-        depth = await self.dock.index.queue_depth(self.stage.name)
-        stage, worker = self.stage.name, f"{self.stage.name}-{self.number}"
-        await self.dock.index.emit(
-            StageEvent(
-                stage=stage,
-                worker=worker,
-                **self.clock.read(),
-                rows=self.rows,
-                tokens=self.tokens,
-                parked=self.parked,
-                queue_depth=depth,
-                in_flight=sum(self._held.values()),
-            )
-        )
-        spans, left_out = self.spans.take()
-        if spans:
-            await self.dock.index.emit(SpanEvent(stage=stage, worker=worker, spans=spans, left_out=left_out))
+        worker, counts = f"{self.stage.name}-{self.number}", {"rows": self.rows, "tokens": self.tokens}
+        counts |= {"parked": self.parked, "in_flight": self.held}
+        await report_stage(self.dock.index, self.stage.name, worker, self.clock, self.spans, counts)
+
+
+async def report_stage(
+    index: Index, stage: str, worker: str, clock: Clock, spans: Spans, counts: Mapping[str, int]
+) -> None:
+    """Emit the `stage` event of a worker, with the other ``counts`` that it has, and a `span` event when there are spans."""
+    figures: dict[str, Any] = {**clock.read(), **counts, "queue_depth": await index.queue_depth(stage)}
+    await index.emit(StageEvent(stage=stage, worker=worker, **figures))
+    taken, left_out = spans.take()
+    if taken:
+        await index.emit(SpanEvent(stage=stage, worker=worker, spans=taken, left_out=left_out))

@@ -311,3 +311,13 @@ class Event:
         """The payload as a dataclass; None for a kind that this version does not know."""
         kind = EVENTS.get(self.kind)
         return None if kind is None else kind.of(self.data)
+
+
+def order(event_id: str) -> tuple[int, int]:
+    """Sort key of an event's id; "" is before all.
+
+    >>> order("") < order("17-2") < order("17-10") < order("18")
+    True
+    """
+    milliseconds, _, number = event_id.partition("-")
+    return int(milliseconds or -1), int(number or 0)

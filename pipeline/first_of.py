@@ -23,7 +23,13 @@ async def first_of(*work: Coroutine[Any, Any, Any], timeout: float | None = None
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         ended = [task.done() for task in tasks]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
     return [task.result() if done else None for task, done in zip(tasks, ended, strict=True)]
+
+
+async def cancel_all(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel ``tasks`` (None: there is none) and wait until they have ended. What they raise is dropped."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)

@@ -71,6 +71,12 @@ def process_space() -> str:
     return _digest(_boot(), namespace)
 
 
+def owned_prefix(pid: int) -> str:
+    """Returns how the names of the temporary folders of process ``pid`` begin. Containers may share them, and number their
+    processes alike."""
+    return f"asyncdock-{pid}-{process_space()[:6]}-"
+
+
 @functools.cache
 def _boot() -> str:
     """Returns what tells this boot of this machine from all others; where the kernel gives no such number, its name and

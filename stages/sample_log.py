@@ -82,7 +82,7 @@ class SampleLog:
         for number in reversed(_files(self.folder)):
             path = _path(self.folder, number)
             lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) < step]
+            kept = [line for line in lines if (_parsed(line) or {"step": -1})["step"] < step]
             if len(kept) == len(lines):
                 return
             partial = path.with_suffix(".partial")
@@ -159,11 +159,6 @@ def _backwards(folder: Path, after: str) -> Iterator[tuple[int, int, bytes]]:
             begin = data.rfind(b"\n", 0, place - 1) + 1
             yield number, begin, data[begin : place - 1]
             place = begin
-
-
-def _step_of(line: bytes) -> int:
-    sample = _parsed(line)
-    return -1 if sample is None else int(sample["step"])
 
 
 def _files(folder: Path) -> list[int]:

@@ -35,8 +35,23 @@ gc.disable()  # until all is collected: collections of garbage take a quarter of
 # Folders and files with tests that take long: real runs, services, kills. They come first, so that the last minutes of a run
 # of the suite have short files, which all its processes share.
 LONG = (
-    *("orchestration/run/", "orchestration/service/", "api/cli/service/", "api/cli/", "api/test_", "api/dashboard/"),
-    *("api/external/", "api/client/", "compose/", "benchmarks/", "stages/engines/torch/", "stages/training/"),
+    *(
+        "orchestration/cluster/",
+        "orchestration/run/",
+        "orchestration/service/",
+        "api/cli/service/",
+        "api/cli/",
+        "api/test_",
+    ),
+    *(
+        "api/dashboard/",
+        "api/external/",
+        "api/client/",
+        "compose/",
+        "benchmarks/",
+        "stages/engines/torch/",
+        "stages/training/",
+    ),
 )
 
 

@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
-from benchmarks.dispatch_scale import PORT, Infeasible, Network, index_server, run_ip
+from benchmarks.dispatch_scale import PORT, Infeasible, Network, index_server, inside, run_ip
 from pipeline.warehouse.arena import shared_memory_directory
 from tests.compose.sandbox import missing
 
@@ -52,6 +52,10 @@ class Machines:
         process = subprocess.Popen(command, text=True, **{**pipes, "env": there, **options})
         self._started.append(process)
         return process
+
+    def inside(self, machine: int) -> AbstractContextManager[None]:
+        """While it lasts, connections of this thread are made in the network of ``machine``."""
+        return inside(self._network.name(f"host{machine}"))
 
     def unplug(self, machine: int, *, again: bool = False) -> None:
         """Take the cable of ``machine`` out of the switch, or with ``again`` put it back."""

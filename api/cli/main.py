@@ -37,9 +37,8 @@ from api.cli.options import EventsOption, JsonOption, PlainOption, SetOption
 from api.cli.output import print_json, refuse
 from api.cli.pairs import pairs_command
 from api.cli.recipe_files import RecipeArgument, description, find, load, stored
-from api.cli.service.agent import agent_command
+from api.cli.service.agent import agent_command, host_command
 from api.cli.service.deploy import deploy_command
-from api.cli.service.host import host_command
 from api.cli.service.runs import login, logout, runs_app
 from api.cli.service.serve import serve_command
 from api.cli.service.token import token_app

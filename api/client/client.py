@@ -20,7 +20,6 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
@@ -45,7 +44,7 @@ from api.schemas.runs import (
     StoredRecipe,
     WaitingView,
 )
-from pipeline.events import ENDED, Event
+from pipeline.events import ENDED, Event, order
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -272,10 +271,8 @@ class Client(Transport):
             raise self.not_understood(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
 
     def _position(self, path: str, event_id: str) -> tuple[int, int]:
-        """Event ids are ``MILLISECONDS-NUMBER``, and ordered by both; "" is before all."""
-        milliseconds, _, number = event_id.partition("-")
         try:
-            return int(milliseconds or -1), int(number or 0)
+            return order(event_id)
         except ValueError:
             raise self.not_understood(path, f"{event_id!r} is not an event's id") from None
 
@@ -366,9 +363,7 @@ class SyncClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

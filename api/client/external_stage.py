@@ -100,7 +100,7 @@ class ExternalStage:
         """Leases up to ``count`` rows (groups for rollout and reference, one batch for a trainer), waiting up to ``wait``
         seconds for some. ``version``: the version that a rollout has loaded; default: that of the last
         :meth:`weight_sync_notify`. Raises WeightsTooOld."""
-        asked: dict[str, Any] = {"columns": columns, "version": version, "wait": wait, "lease": lease}
+        asked: dict[str, Any] = {"columns": list(columns), "version": version, "wait": wait, "lease": lease}
         return await self._run.get_experience(self.stage, self.worker, count, **asked, tokenizer=self._tokenizer)
 
     async def put_experience(
@@ -176,21 +176,11 @@ class HttpRun:
         return int(json.loads((await self._send("POST", "prompts", body)).body)["next"])
 
     async def get_experience(
-        self,
-        stage: str,
-        worker: str,
-        most: int,
-        *,
-        columns: Sequence[str],
-        version: int | None,
-        wait: float,
-        lease: float | None,
-        tokenizer: str | None,
+        self, stage: str, worker: str, most: int, *, wait: float, tokenizer: str | None, **options: Any
     ) -> Experience:
-        asked = {"stage": stage, "worker": worker, "count": most, "columns": list(columns)}
-        limits: dict[str, Any] = {"version": version, "wait": min(wait, LONGEST_WAIT), "lease": lease}
-        limits |= {} if tokenizer is None else {"tokenizer": tokenizer}  # servers before this field refuse it
-        return decode_experience((await self._send("POST", "experience/get", asked | limits)).body)
+        asked = {"stage": stage, "worker": worker, "count": most, "wait": min(wait, LONGEST_WAIT), **options}
+        asked |= {} if tokenizer is None else {"tokenizer": tokenizer}  # servers before this field refuse it
+        return decode_experience((await self._send("POST", "experience/get", asked)).body)
 
     async def _put(self, control: Mapping[str, Any], columns: Columns) -> PutView:
         answer = await self._send("POST", "experience", body=to_body(json.dumps(control), columns))

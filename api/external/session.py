@@ -41,9 +41,8 @@ from stages.weights.store import Published
 
 VERSIONS = 2  # of weights, with files that are kept for further readers
 LOAD_NEWEST = "load the newest version: GET …/weights"
-CONFLICTS: dict[
-    type[Exception], tuple[str, str, str]
-] = {  # exception: kind, field, fix ("": the last part of the message)
+# Kind, field, and fix ("": the last part of the message).
+CONFLICTS: dict[type[Exception], tuple[str, str, str]] = {
     WeightsTooOld: ("weights-too-old", "version", LOAD_NEWEST),
     BoundBroken: ("weights-too-old", "version", LOAD_NEWEST),
     WeightsGone: ("weights-gone", "path.version", "get the newest version from GET …/weights"),

@@ -1,235 +1,219 @@
-"""The handler of requests to one served policy, wherever it is hosted.
+"""The handler of requests to served policies, wherever it is hosted.
 
-request ──▶ prompts ──▶ an engine ──▶ pieces: text, logprobs, versions of new tokens ──▶ chunks of a stream
-                                                                                   └──▶ added up: one answer
+request ──▶ prompts ──▶ an engine ──▶ tokens ──▶ choices ──▶ what is new of one: an event of a stream
+                                                     └──▶ at the end, all of all of them: one answer
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 import torch
-from pydantic_core import to_json
 
-from api.schemas.completions import MOST_CHOICES, ChatRequest, CompletionRequest
+from api.schemas.completions import (
+    MOST_CHOICES,
+    AnswerView,
+    ChatLogprobs,
+    ChatRequest,
+    ChatText,
+    Choice,
+    CompletionLogprobs,
+    CompletionRequest,
+    Request,
+    TokenLogprob,
+    Usage,
+)
 from api.server.problems import HTTPProblem, problem_of
-from orchestration.policy.served import ServedPolicy
-from stages.engines.protocols import Completion, GroupRequest, SamplingParams, StreamingEngine, Token
+from orchestration.policy.served import Policies, ServedPolicy
+from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams, StreamingEngine, Token
+from stages.models import Tokenizer
 from stages.rollout.response_text import ResponseText
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
-Request = CompletionRequest | ChatRequest
-Answer = dict[str, Any]
 
 
-@dataclass
-class Piece:
-    """New text of the choice ``index`` and the tokens that came since the last piece, as (token, logprob)."""
-
-    index: int
-    text: str = ""
-    tokens: list[tuple[int, float]] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    reason: str | None = None
-
-    def add(self, other: Piece) -> None:
-        self.text, self.reason = self.text + other.text, other.reason
-        self.tokens += other.tokens
-        for version, tokens in other.versions:
-            if self.versions and self.versions[-1][0] == version:
-                tokens += self.versions.pop()[1]
-            self.versions.append((version, tokens))
-
-
-class PolicyHandler:
-    """Answers requests with ``policy``."""
-
-    def __init__(self, policy: ServedPolicy) -> None:
-        self._policy = policy
-
-    async def answer(self, request: Request) -> Answer:
-        """Return the whole answer, as CompletionView or ChatView has it. Raises HTTPProblem."""
-        prompts = self._prompts(request)
-        choices = [Piece(index) for index in range(len(prompts) * (request.n or 1))]
-        async with aclosing(self._pieces(request, prompts)) as pieces:
-            async for piece in pieces:
-                choices[piece.index].add(piece)
-        answer = self._head(request, chunk=False)
-        shape = self._chat_choice if isinstance(request, ChatRequest) else self._completion_choice
-        answer["choices"] = [shape(request, choice, chunk=False) for choice in choices]
-        return {**answer, "usage": _usage(prompts, sum(len(choice.tokens) for choice in choices))}
-
-    async def events(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yield :meth:`chunks` as server-sent events. An error after the first one is an event too."""
-        begun = False
-        try:
-            async with aclosing(self.chunks(request)) as chunks:
-                async for chunk in chunks:
-                    yield b"data: " + to_json(chunk) + b"\n\n"
-                    begun = True
-        except Exception as error:
-            if not begun:
-                raise
-            yield b"data: " + to_json({"error": problem_of(error).details.model_dump(exclude_none=True)}) + b"\n\n"
+async def respond(policies: Policies, request: Request) -> AsyncGenerator[bytes, None]:
+    """Yield the body of the answer to ``request``: JSON, or server-sent events where it asks for a stream. Raises
+    HTTPProblem; after the first event an error is an event, too."""
+    begun = False
+    try:
+        async with policies.use(request.model) as policy, aclosing(_Responder(policy, request).parts()) as parts:
+            async for part in parts:
+                text = part.model_dump_json(exclude_unset=True)
+                yield f"data: {text}\n\n".encode() if request.stream else text.encode()
+                begun = True
+    except Exception as error:
+        if not begun:
+            raise
+        yield b'data: {"error": ' + problem_of(error).body() + b"}\n\n"
+    if request.stream:
         yield b"data: [DONE]\n\n"
 
-    async def chunks(self, request: Request) -> AsyncGenerator[Answer, None]:
-        """Yield the parts of a streamed answer as its tokens are made. Raises HTTPProblem, before the first part if the
-        request is refused."""
-        prompts, made = self._prompts(request), 0
-        head, usage = self._head(request, chunk=True), request.stream_options and request.stream_options.include_usage
-        shape = self._chat_choice if isinstance(request, ChatRequest) else self._completion_choice
-        offsets, begun = dict[int, int](), set[int]()
-        async with aclosing(self._pieces(request, prompts)) as pieces:
-            async for piece in pieces:
-                made += len(piece.tokens)
-                choice = shape(request, piece, chunk=True, offset=offsets.get(piece.index, 0))
-                offsets[piece.index] = offsets.get(piece.index, 0) + len(piece.text)
-                if isinstance(request, ChatRequest) and piece.index not in begun:
-                    begun.add(piece.index)
-                    choice["delta"]["role"] = "assistant"
-                yield {**head, "choices": [choice]}
-        if usage:
-            yield {**head, "choices": [], "usage": _usage(prompts, made)}
 
-    async def _pieces(self, request: Request, prompts: list[list[int]]) -> AsyncGenerator[Piece, None]:
-        params, choices = self._params(request), request.n or 1
-        seed = secrets.randbits(63) if request.seed is None else request.seed
-        groups = [
-            GroupRequest(number, tuple(range(choices)), torch.tensor(ids), params, seed + number)
-            for number, ids in enumerate(prompts)
-        ]
-        texts = [ResponseText(self._policy.tokenizer, params.stop) for _ in range(len(prompts) * choices)]
-        waiting = [Piece(index) for index in range(len(texts))]
-        async with self._policy.engines.engine(mixed=request.mix_versions) as engine:
-            pinned = engine.version
-            try:
-                items = engine.stream(groups) if isinstance(engine, StreamingEngine) else engine.generate(groups)
-            except ValueError as refused:
-                detail, fix = str(refused), "give a shorter prompt, or fewer tokens"
-                name = "max_tokens" if "max_tokens" in detail else "prompt"
-                raise HTTPProblem(422, detail, kind="generation", field=name, fix=fix) from None
-            async with aclosing(cast("AsyncGenerator[Token | Completion, None]", items)):
-                async for item in cast("AsyncIterator[Token | Completion]", items):
-                    index = item.group * choices + item.place
-                    piece, text = waiting[index], texts[index]
-                    if piece.reason:
-                        continue  # the engine ends at a stop string a little later than the text
-                    for token, logprob, version in _tokens(item, len(text)):
-                        if version != pinned and not request.mix_versions:
-                            raise RuntimeError(f"a token of version {version} is in an answer of version {pinned}")
-                        piece.add(Piece(index, text.add(token), [(token, logprob)], [(version, 1)]))
-                        if text.stopped:
-                            break
-                    if isinstance(item, Completion) or text.stopped:
-                        piece.text += text.finish()
-                        piece.reason = "stop" if text.stopped else cast("Completion", item).finish_reason
-                    waiting[index] = Piece(index, reason=piece.reason) if piece.text or piece.reason else piece
-                    if piece is not waiting[index]:
-                        yield piece
-                    if all(one.reason for one in waiting):
-                        break
+class _Choice:
+    """One choice of an answer: its new ``text``, and the tokens that came with it. ``reason``: why it has ended."""
 
-    def _params(self, request: Request) -> SamplingParams:
+    def __init__(self, number: int, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self.number, self._decoded = number, ResponseText(tokenizer, stops)
+        self.text, self.tokens = "", list[Token]()
+        self.reason: Literal["stop", "length"] | None = None
+        self.offset: int | None = None  # characters that were sent; None: nothing was
+
+    def add(self, item: Token | Completion) -> None:
+        """Add the tokens of ``item`` that are new, up to a stop string."""
+        for token in item.tokens()[len(self._decoded) :] if isinstance(item, Completion) else [item]:
+            self.text += self._decoded.add(token.token_id)
+            self.tokens.append(token)
+            if self._decoded.stopped:
+                break
+        if isinstance(item, Completion) or self._decoded.stopped:
+            self.text += self._decoded.finish()
+            self.reason = "stop" if self._decoded.stopped else cast("Any", item).finish_reason
+
+    def clear(self) -> None:
+        """Drop what was sent."""
+        self.offset, self.text, self.tokens = (self.offset or 0) + len(self.text), "", []
+
+
+class _Responder:
+    """The answer of ``policy`` to one request. Raises HTTPProblem for a request that it cannot serve."""
+
+    def __init__(self, policy: ServedPolicy, request: Request) -> None:
+        self._policy, self._request, self._tokenizer = policy, request, policy.tokenizer
+        self._chat = isinstance(request, ChatRequest)
         if isinstance(request, ChatRequest):
-            default = self._policy.recipe.rollout.max_tokens
-            tokens = request.max_completion_tokens or request.max_tokens or default
+            self._prompts, self._has_logprobs = self._chat_prompt(request), bool(request.logprobs)
+            self._alternatives = request.top_logprobs or 0
         else:
-            tokens = request.max_tokens or DEFAULT_TOKENS
-        stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+            self._prompts, self._has_logprobs = self._given_prompts(request), request.logprobs is not None
+            self._alternatives = request.logprobs or 0
+        if self._alternatives and not self._has_logprobs:
+            raise _refused("top_logprobs comes with logprobs alone.", "top_logprobs", "set logprobs to true")
+        self._each, params = request.n or 1, self._params()  # choices of a prompt
+        if not all(self._prompts):
+            raise _refused("A prompt has no tokens.", "messages" if self._chat else "prompt", "give a text")
+        if (choices := len(self._prompts) * self._each) > MOST_CHOICES:
+            raise _refused(f"These are {choices} choices.", "n", f"ask for at most {MOST_CHOICES} in one request")
+        self._choices = [_Choice(number, self._tokenizer, params.stop) for number in range(choices)]
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        self._groups = [
+            GroupRequest(number, tuple(range(self._each)), torch.tensor(ids), params, seed + number)
+            for number, ids in enumerate(self._prompts)
+        ]
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        self._head: dict[str, Any] = {"object": kind if self._chat else "text_completion", "model": request.model}
+        self._head |= {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time())}
+
+    async def parts(self) -> AsyncGenerator[AnswerView, None]:
+        """Yield the whole answer, or its parts as tokens are made."""
+        made, options = 0, self._request.stream_options
+        async with self._policy.engines.engine(mixed=self._request.mix_versions) as engine:
+            pinned = None if self._request.mix_versions else engine.version
+            async with aclosing(self._items(engine)) as items:
+                async for item in items:
+                    choice = self._choices[item.group * self._each + item.place]
+                    if choice.reason:
+                        continue  # the engine ends at a stop string a little later than the text
+                    before = len(choice.tokens)
+                    choice.add(item)
+                    made += len(choice.tokens) - before
+                    if any(pinned not in (None, token.version) for token in choice.tokens[before:]):
+                        raise RuntimeError(f"an answer of version {pinned} has tokens of another one: {choice.tokens}")
+                    if self._request.stream and (choice.text or choice.reason):
+                        yield self._part([choice])
+                    if all(one.reason for one in self._choices):
+                        break
+        asked = sum(map(len, self._prompts))
+        usage = Usage(prompt_tokens=asked, completion_tokens=made, total_tokens=asked + made)
+        if not self._request.stream:
+            yield self._part(self._choices, usage=usage)
+        elif options and options.include_usage:
+            yield self._part([], usage=usage)
+
+    def _items(self, engine: RolloutEngine) -> AsyncGenerator[Token | Completion, None]:
+        try:
+            if isinstance(engine, StreamingEngine):
+                return cast("Any", engine.stream(self._groups, alternatives=self._alternatives))
+            if self._alternatives:
+                raise _refused("The engine has no logprobs of other tokens.", "logprobs", "ask for 0 of them")
+            return cast("Any", engine.generate(self._groups))
+        except ValueError as refused:
+            name = "max_tokens" if "max_tokens" in str(refused) else "prompt"
+            raise _refused(str(refused), name, "give a shorter prompt, or fewer tokens") from None
+
+    def _params(self) -> SamplingParams:
+        asked, tokens = self._request, self._request.max_tokens
+        if isinstance(asked, ChatRequest):
+            tokens = asked.max_completion_tokens or tokens or self._policy.recipe.rollout.max_tokens
         return replace(
             self._policy.sampling,
-            max_tokens=tokens,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=request.top_k,
-            stop=stop,
+            max_tokens=tokens or DEFAULT_TOKENS,
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_k=asked.top_k,
+            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
         )
 
-    def _prompts(self, request: Request) -> list[list[int]]:
-        """The prompts of ``request`` as tokens. Raises HTTPProblem."""
-        tokenizer = self._policy.tokenizer
-        field_name = "messages" if isinstance(request, ChatRequest) else "prompt"
-        if isinstance(request, ChatRequest):
-            if tokenizer.chat_template is None:
-                fix = "use /v1/completions, or set prompts.chat_template in the recipe"
-                raise HTTPProblem(422, "The model has no chat template.", kind="no-chat", field="messages", fix=fix)
-            messages = [
-                {"role": one.role, "content": one.content if isinstance(one.content, str) else _joined(one.content)}
-                for one in request.messages
-            ]
-            options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-            options |= self._policy.recipe.prompts.chat_template_options
-            try:
-                text = tokenizer.apply_chat_template(messages, **options)
-            except Exception as error:  # a template is a program and may raise anything
-                detail = f"The chat template refuses the messages: {error}"
-                raise HTTPProblem(422, detail, kind="no-chat", field="messages", fix="see the template") from None
-            prompts = [tokenizer(text, add_special_tokens=False)["input_ids"]]
-        else:
-            given: Any = request.prompt
-            several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-            prompts = [tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in several]
-        if not all(prompts):
-            raise HTTPProblem(422, "A prompt has no tokens.", kind="generation", field=field_name, fix="give a text")
-        if (choices := len(prompts) * (request.n or 1)) > MOST_CHOICES:
-            fix = f"ask for at most {MOST_CHOICES} in one request"
-            detail = f"These are {choices} choices."
-            raise HTTPProblem(422, detail, kind="generation", field="n", value=request.n, fix=fix)
-        return prompts
+    def _given_prompts(self, request: CompletionRequest) -> list[list[int]]:
+        given: Any = request.prompt
+        several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        return [self._tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in several]
 
-    def _head(self, request: Request, *, chunk: bool) -> Answer:
-        chat = isinstance(request, ChatRequest)
-        name = ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
-        identity = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        return {"id": identity, "object": name, "created": int(time.time()), "model": request.model}
+    def _chat_prompt(self, request: ChatRequest) -> list[list[int]]:
+        if self._tokenizer.chat_template is None:
+            fix = "use /v1/completions, or set prompts.chat_template in the recipe"
+            raise _refused("The model has no chat template.", "messages", fix)
+        messages = [{"role": one.role, "content": one.text} for one in request.messages]
+        options = {
+            "tokenize": False,
+            "add_generation_prompt": True,
+            **self._policy.recipe.prompts.chat_template_options,
+        }
+        try:
+            text = self._tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # a template is a program and may raise anything
+            raise _refused(f"The chat template refuses the messages: {error}", "messages", "see the template") from None
+        return [self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
-    def _completion_choice(self, request: Request, piece: Piece, *, chunk: bool, offset: int = 0) -> Answer:
-        logprobs = None
-        if request.logprobs is not None:
-            names = self._names(piece)
-            ends = [offset + len("".join(names[:number])) for number in range(len(names))]
-            values = [logprob for _, logprob in piece.tokens]
-            logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": None, "text_offset": ends}
-        return {**_choice(piece), "text": piece.text, "logprobs": logprobs}
+    def _part(self, choices: Sequence[_Choice], **more: Any) -> AnswerView:
+        """Returns what is new of ``choices``."""
+        views = [self._view(choice) for choice in choices]
+        for choice in choices:
+            choice.clear()
+        return AnswerView(choices=views, **self._head, **more)
 
-    def _chat_choice(self, request: Request, piece: Piece, *, chunk: bool, offset: int = 0) -> Answer:
-        logprobs = None
-        if request.logprobs:
-            pairs = zip(self._names(piece), piece.tokens, strict=True)
-            content = [
-                {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
-                for name, (_, logprob) in pairs
-            ]
-            logprobs = {"content": content}
-        text = {"content": piece.text} if chunk else {"role": "assistant", "content": piece.text}
-        return {**_choice(piece), "delta" if chunk else "message": text, "logprobs": logprobs}
+    def _view(self, choice: _Choice) -> Choice:
+        made_by = itertools.groupby(token.version for token in choice.tokens)
+        versions = [(version, len(list(run))) for version, run in made_by]
+        text: dict[str, Any] = {"text": choice.text}
+        if self._chat:
+            role: dict[str, Any] = {"role": "assistant"} if choice.offset is None else {}
+            text = {"delta" if self._request.stream else "message": ChatText(content=choice.text, **role)}
+        logprobs = self._logprobs(choice) if self._has_logprobs else None
+        return Choice(index=choice.number, finish_reason=choice.reason, versions=versions, logprobs=logprobs, **text)
 
-    def _names(self, piece: Piece) -> list[str]:
-        return [str(self._policy.tokenizer.decode([token])) for token, _ in piece.tokens]
+    def _logprobs(self, choice: _Choice) -> ChatLogprobs | CompletionLogprobs:
+        named = [self._named(one.token_id, one.logprob, one.alternatives) for one in choice.tokens]
+        if self._chat:
+            return ChatLogprobs(content=named)
+        likeliest = [{other.token: other.logprob for other in (*one.top_logprobs, one)} for one in named]
+        return CompletionLogprobs(
+            tokens=[one.token for one in named],
+            token_logprobs=[one.logprob for one in named],
+            top_logprobs=likeliest if self._alternatives else None,
+            text_offset=list(itertools.accumulate((len(one.token) for one in named), initial=choice.offset or 0))[:-1],
+        )
+
+    def _named(self, token: int, logprob: float, others: Iterable[tuple[int, float]] = ()) -> TokenLogprob:
+        name, likeliest = str(self._tokenizer.decode([token])), [self._named(*other) for other in others]
+        return TokenLogprob(token=name, logprob=logprob, bytes=list(name.encode()), top_logprobs=likeliest)
 
 
-def _tokens(item: Token | Completion, known: int) -> list[tuple[int, float, int]]:
-    """The tokens of ``item`` after the first ``known`` ones, with logprobs and versions."""
-    if isinstance(item, Token):
-        return [(item.token_id, item.logprob, item.version)]
-    versions = [version for version, count in item.versions for _ in range(count)]
-    return list(zip(item.token_ids.tolist(), item.logprobs.tolist(), versions, strict=True))[known:]
-
-
-def _choice(piece: Piece) -> Answer:
-    return {"index": piece.index, "finish_reason": piece.reason, "versions": piece.versions}
-
-
-def _joined(parts: list[Any]) -> str:
-    return "".join(part.text for part in parts)
-
-
-def _usage(prompts: list[list[int]], made: int) -> Answer:
-    asked = sum(len(ids) for ids in prompts)
-    return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+def _refused(detail: str, field_name: str, fix: str) -> HTTPProblem:
+    return HTTPProblem(422, detail, kind="generation", field=field_name, fix=fix)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from api.schemas.runs import Strict
 
 MOST_CHOICES = 128  # of one request
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
+Tokens = Annotated[int, Field(ge=1, le=2**31)]
 Zero = Annotated[float, Field(ge=0, le=0)]
-Versions = Annotated[
-    list[tuple[int, int]], Field(description="Run-length encoded: (policy version, tokens that it made).")
-]
 
 
 class StreamOptions(Strict):
@@ -38,13 +36,20 @@ class Sampling(Strict):
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
 
+    @property
+    def media_type(self) -> str:
+        """Of the answer."""
+        return "text/event-stream; charset=utf-8" if self.stream else "application/json"
+
 
 class CompletionRequest(Sampling):
     """A prompt, or several, as texts or tokens."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1, le=2**31, description="Default: 16.")
-    logprobs: Annotated[int, Field(ge=0, le=0, description="0: those of the sampled tokens.")] | None = None
+    max_tokens: Tokens | None = Field(None, description="Default: 16.")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Those of the sampled and of this many likeliest tokens."
+    )
 
 
 class TextPart(Strict):
@@ -57,93 +62,84 @@ class ChatMessage(Strict):
     content: str | list[TextPart]
     name: str | None = None
 
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
 
 class ChatRequest(Sampling):
     """A conversation, which the policy's chat template makes a prompt of."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, le=2**31, description="Default: rollout.max_tokens of the run.")
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**31, description="As max_tokens.")
+    max_tokens: Tokens | None = Field(None, description="Default: rollout.max_tokens of the run.")
+    max_completion_tokens: Tokens | None = Field(None, description="As max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="With `logprobs`: also this many likeliest tokens.")
 
 
-class Open(BaseModel):
-    """Base of answers: fields of null are left out, except where OpenAI's API has them."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+Request = CompletionRequest | ChatRequest
+REQUESTS: dict[str, type[Request]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 
 
-class Usage(Open):
+class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class TokenLogprobs(Open):
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: None = None
-    text_offset: list[int]
-
-
-class CompletionChoice(Open):
-    index: int
-    text: str
-    logprobs: TokenLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-    versions: Versions
-
-
-class CompletionView(Open):
-    id: str
-    object: Literal["text_completion"]
-    created: int = Field(description="Unix seconds")
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class TokenLogprob(Open):
+class TokenLogprob(BaseModel):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[dict[str, Any]] = []
+    top_logprobs: list[TokenLogprob] = Field([], description="Of a sampled token.")
 
 
-class ChatLogprobs(Open):
+class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
-class ChatAnswer(Open):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
 
 
-class ChatChoice(Open):
+class ChatText(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class Choice(BaseModel):
+    """A completion has ``text``; a chat ``message``, or as a part of a stream ``delta``."""
+
     index: int
-    message: ChatAnswer
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
-    versions: Versions
+    text: str | None = None
+    message: ChatText | None = None
+    delta: ChatText | None = None
+    logprobs: CompletionLogprobs | ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None = Field(description="Null until it ends, in a stream.")
+    versions: list[tuple[int, int]] = Field(description="Run-length encoded: (policy version, tokens that it made).")
 
 
-class ChatView(Open):
+class AnswerView(BaseModel):
+    """A whole answer, or a part of a stream. Fields that it does not have are left out."""
+
     id: str
-    object: Literal["chat.completion"]
+    object: Literal["text_completion", "chat.completion", "chat.completion.chunk"]
     created: int = Field(description="Unix seconds")
     model: str
-    choices: list[ChatChoice]
-    usage: Usage
+    choices: list[Choice]
+    usage: Usage | None = None
 
 
-class ModelView(Open):
+class ModelView(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int = Field(description="Unix seconds")
     owned_by: str
 
 
-class ModelsView(Open):
+class ModelsView(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelView]

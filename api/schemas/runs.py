@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, RootModel, Tag
 
 from api.schemas.text import Text
+from orchestration.guard.waiting import Wait
 from orchestration.recipe.checks.examples import ExamplePrompt
 from orchestration.recipe.planner import Plan
 from orchestration.recipe.schema import Recipe
-from pipeline.events import RunState
+from pipeline.events import AlarmEvent, Doc, RunState, StageEvent
 from stages.json_schema import schema_of
 
 RUN_ID = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
@@ -129,24 +130,14 @@ class RecipeSubmission(
     """Either a whole `recipe`, or the `recipe_name` of a stored one."""
 
 
-class StageWorker(BaseModel):
+class StageWorker(StageEvent, kind="stage"):
     """A worker's share in a stage since its process began. Seconds; the four shares add up to ``wall``."""
 
-    worker: str
-    process: str = Field(description="The worker process that it runs in; empty for an external one.")
-    state: str = Field(description="Last change of that process: started, ready, died, restarted, stopped.")
+    process: Annotated[str, Doc("The worker process that it runs in; empty for an external one.")]
+    state: Annotated[str, Doc("Last change of that process: started, ready, died, restarted, stopped.")]
     pid: int
-    node: str = Field("", description="Name of the machine of that process, once it was ready.")
-    host: str = Field("", description="Name of the host that started it; empty on the machine that executes the run.")
-    busy: float
-    waiting_input: float
-    waiting_room: float
-    other: float
-    wall: float
-    rows: int
-    tokens: int
-    queue_depth: int
-    in_flight: int
+    node: Annotated[str, Doc("Name of the machine of that process, once it was ready.")] = ""
+    host: Annotated[str, Doc("Name of the host that started it; empty on the machine that executes the run.")] = ""
 
 
 class Stage(BaseModel):
@@ -182,18 +173,10 @@ class Gate(BaseModel):
     open: int
 
 
-class AlarmView(BaseModel):
+class AlarmView(AlarmEvent, kind="alarm"):
     """An alarm of the guard: a metric that was unusual at a step."""
 
     time: Seconds
-    metric: str
-    step: int = Field(description="From 0; -1: before the first one.")
-    value: float | None
-    usual: float | None = Field(description="Median of the steps before.")
-    limit: float | None = Field(description="That the value is past, where there is one.")
-    reason: str
-    look: str = Field(description="What to look at.")
-    worker: str = Field(description="The worker that found it; empty: the guard.")
 
 
 class StagesView(BaseModel):
@@ -215,22 +198,10 @@ class StagesView(BaseModel):
     flow: dict[str, Any] = Field(description="As the plan's: stages, and the columns between them.")
 
 
-class WaitView(BaseModel):
-    """One link of a chain of waiting: `who` waits for `on`; the next link is about that."""
-
-    who: str
-    on: str
-    seconds: float | None = Field(description="Since when; null where that is not known.")
-    why: str = Field(description="What is known of the cause.")
-    bound: str = Field(description="The recipe's key that ends it, and when.")
-    process: str = Field(description="Of a worker: its name in the index; else empty.")
-    text: str = Field(description="All of it as a sentence.")
-
-
 class WaitingView(BaseModel):
     """What a run waits for at this moment. Empty before it has begun, and once it has ended."""
 
-    chain: list[WaitView]
+    chain: list[Wait]
 
 
 class CheckpointView(BaseModel):

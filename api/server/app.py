@@ -38,21 +38,13 @@ from orchestration.private_files import private_folder, read_by_others
 from orchestration.service.agent import Agent, AgentError
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.registry import Registry
-from pipeline.first_of import first_of
+from pipeline.first_of import cancel_all, first_of
 from pipeline.locks import Locked, locked
 
 log = structlog.get_logger()
 
-ROUTES = (
-    runs,
-    recipes,
-    samples,
-    policies,
-    external,
-    metrics,
-    service_routes,
-    dashboard,
-)  # in the order of the document
+# In the order of the document.
+ROUTES = (runs, recipes, samples, policies, external, metrics, service_routes, dashboard)
 GC_THRESHOLD = (5_000, 2, 20)  # objects; collections of the youngest generation; of the middle one
 CLOSING_SECONDS = 5.0  # for open requests when the server closes
 LOCK = "server.lock"
@@ -86,8 +78,7 @@ async def _announce_closing(app: web.Application) -> None:
 async def _background_tasks(app: web.Application) -> AsyncIterator[None]:
     watching = asyncio.create_task(app[SERVICE].sessions.watch())
     yield
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    await cancel_all(watching)
     await app[SERVICE].close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
-from api.policy.processes import PolicyProcesses
+from api.policy.process import PolicyProcess
 from api.server.access.sessions import Sessions
 from api.server.access.tokens import Scope, Token, Tokens
 from api.server.external_sessions import ExternalSessions
@@ -39,12 +39,13 @@ class Settings(BaseModel):
     ``index``: a URL; "" for a server of its own under ``data``. ``runs``: how many execute at once; 0: other agents execute
     them. ``roots``: folders below which every path in a recipe must lie. ``recipes``: folders of stored recipes, before the
     package's. ``allow_*``: ``module:name`` that a recipe may name beside installed ones; ``allow_listen``: addresses where
-    its runs may open ports, ``allow_teachers``: URLs that they may ask as teachers, ``allow_checkpoints``: values that
-    ``checkpoint.url`` may have. ``hosts``: further host names (behind a proxy); they require tokens.
+    its runs may open ports, ``allow_teachers``: URLs that they may ask as teachers, ``allow_checkpoints``,
+    ``allow_clusters``: values that ``checkpoint.url`` and ``launch.address`` may have. ``hosts``: further host names (behind
+    a proxy); they require tokens.
     ``header_seconds``: until a request's headers are complete. ``max_connections``,
     ``max_connections_per_address``: 0: derived from the limit of open files. ``rate``, ``burst``: requests of one client,
     per second and at once. ``max_waiting``: runs in the queue. ``max_workers``, ``max_arena``: limits of one recipe.
-    ``policies``: how many are served at once; 0: none. ``checkpoints``: folders of models that are served, by name.
+    ``policies``: how many are open at once; 0: none. ``checkpoints``: folders of models that are served, by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -64,6 +65,7 @@ class Settings(BaseModel):
     allow_listen: frozenset[str] = frozenset()
     allow_teachers: frozenset[str] = frozenset()
     allow_checkpoints: frozenset[str] = frozenset()
+    allow_clusters: frozenset[str] = frozenset()
     require_token: bool = False
     hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None
@@ -77,7 +79,7 @@ class Settings(BaseModel):
     max_connections_per_address: int = Field(default=0, ge=0)
     rate: float = Field(default=1000.0, gt=0)
     burst: int = Field(default=2000, ge=1)
-    policies: int = Field(default=1, ge=0)
+    policies: int = Field(default=3, ge=0)
     checkpoints: dict[str, Path] = {}
     max_waiting: int = Field(default=1000, ge=1)
     max_workers: int = Field(default=64, ge=3)
@@ -121,7 +123,9 @@ class Service:
         self.closing = asyncio.Event()
         self.run_statuses = RunStatuses()
         self.external_sessions = ExternalSessions(settings.data, registry)
-        self.policies = PolicyProcesses(settings.policies)
+        folders = {name: str(folder) for name, folder in settings.checkpoints.items()}
+        options = {"index": registry.link.url, "checkpoints": folders, "most": settings.policies}
+        self.policies = PolicyProcess(settings.data / "policies.log", options)
         self.most_held, self._held = MOST_HELD, 0
 
     def index(self, run: str) -> Index:

@@ -23,10 +23,11 @@ from typing import Any, Protocol
 import structlog
 from aiohttp import HttpVersion11, web
 
-from api.telemetry.history import BEGINNING, History, order
+from api.telemetry.history import BEGINNING, History
 from orchestration.events_file import finite
 from orchestration.service.registry import RunRecord
-from pipeline.events import ENDED, Event
+from pipeline.events import ENDED, Event, order
+from pipeline.first_of import cancel_all
 from pipeline.index.client import EVENTS_AT_ONCE, IndexUnreachable
 
 log = structlog.get_logger()
@@ -153,9 +154,7 @@ class Fanout:
         self._joining.pop(listener, None)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_all(self._task)
 
     async def _replay(self, listener: Listener, after: str, ending: Ending) -> None:
         """Send the history of a run that has ended, and its end."""

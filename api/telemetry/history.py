@@ -19,21 +19,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import IO
 
-from pipeline.events import Event
+from pipeline.events import Event, order
 from pipeline.index.client import EVENTS_AT_ONCE, Index
 
 BEGINNING = "0"
 _ID_OF_LINE = re.compile(rb'\{"id": ?"(\d+-\d+)"')
-
-
-def order(event_id: str) -> tuple[int, int]:
-    """Sort key of an event's id.
-
-    >>> order("17-2") < order("17-10") < order("18")
-    True
-    """
-    milliseconds, _, number = event_id.partition("-")
-    return int(milliseconds), int(number or 0)
 
 
 def id_at(seconds: float) -> str:

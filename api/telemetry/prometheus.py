@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -23,9 +24,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from api.telemetry.fanout import Batch, Ending, Fanouts
-from api.telemetry.totals import SHARES, RunTotals
+from api.telemetry.totals import SHARES, RunTotals, WorkerTotals
 from orchestration.service.registry import Registry, RunRecord
 from pipeline.events import ENDED
+from pipeline.first_of import cancel_all
 
 log = structlog.get_logger()
 
@@ -149,9 +151,7 @@ class Exposition(Collector):
         return generate_latest(self._own) + generate_latest(self._server.registry)
 
     async def close(self) -> None:
-        for task in self._following.values():
-            task.cancel()
-        await asyncio.gather(*self._following.values(), return_exceptions=True)
+        await cancel_all(*self._following.values())
 
     def _follow(self, record: RunRecord) -> asyncio.Event:
         """Follow a run; the event is set when its past events are added up."""
@@ -186,103 +186,97 @@ class Exposition(Collector):
         return []
 
     def collect(self) -> Iterable[Metric]:
-        states = Family("gauge", "asyncdock_runs", "Runs by state.", "state")
+        states = GaugeMetricFamily("asyncdock_runs", "Runs by state.", labels=("state",))
         for state in STATES:
-            states.add(self._counts.get(state, 0), state)
+            states.add_metric((state,), self._counts.get(state, 0))
         runs = list(self._runs.values())
-        return [states.metric, *_of_runs(runs), *_of_stages(runs)]
+        return [states, *(family.collect(runs) for family in FAMILIES)]
 
 
+Values = Callable[[RunListener], Mapping[Any, float | None]]  # by tuples of labels
+
+
+@dataclass(frozen=True)
 class Family:
-    """A metric of prometheus_client with the names of its ``labels``."""
+    """A metric of every run. ``values``: those of one run by their ``labels`` (None: there is none yet)."""
 
-    def __init__(self, kind: Literal["counter", "gauge"], name: str, text: str, *labels: str) -> None:
-        self.metric = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}[kind](name, text, labels=labels)
+    kind: type[CounterMetricFamily | GaugeMetricFamily]
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    values: Values
 
-    def add(self, value: float | None, *labels: str) -> None:
-        if value is not None:
-            self.metric.add_metric(labels, value)
-
-
-def _of_runs(runs: list[RunListener]) -> list[Metric]:
-    info = Family("gauge", "asyncdock_run_info", "1 for each run.", "run", "name", "state")
-    planned = Family("gauge", "asyncdock_run_steps_planned", "Optimizer steps of the recipe.", "run")
-    steps = Family("counter", "asyncdock_run_steps", "Optimizer steps made.", "run")
-    restarts = Family("counter", "asyncdock_run_restarts", "Times that something was started again.", "run")
-    tokens = Family("counter", "asyncdock_run_tokens", "Tokens by what became of them.", "run", "what")
-    why = ("run", "reason")
-    dropped = Family("counter", "asyncdock_run_dropped_groups", "Groups that left untrained, by reason.", *why)
-    lost = Family("counter", "asyncdock_run_dropped_tokens", "Their tokens, which count as filtered.", *why)
-    prompts = Family("counter", "asyncdock_run_long_prompts", "Prompts that were too long.", "run", "what")
-    epochs = Family("gauge", "asyncdock_run_prompt_epoch", "Epoch of a source of prompts, from 1.", "run", "source")
-    skipped = Family("counter", "asyncdock_run_skipped_steps", "Steps with a loss or gradient not finite.", "run")
-    alarms = Family("counter", "asyncdock_run_alarms", "Alarms of the guard, by metric.", "run", "metric")
-    stale = "Of the newest step's samples, in policy versions; and the bound."
-    staleness = Family("gauge", "asyncdock_run_staleness_versions", stale, "run", "stat")
-    taking = (
-        "Of taking new weights: publish by the trainer; at the engines what generation waited for (exposed), and not."
-    )
-    sync = Family("counter", "asyncdock_sync_seconds", taking, "run", "part")
-    sync_bytes = Family("counter", "asyncdock_sync_bytes", "Bytes of weights that were published.", "run")
-    reward = Family("gauge", "asyncdock_run_reward_mean", "Mean reward of the newest step.", "run")
-    loss = Family("gauge", "asyncdock_run_loss", "Loss of the newest step.", "run")
-    behaviour = "KL divergence to the behaviour policy in the newest step (k3)."
-    kl = Family("gauge", "asyncdock_run_kl", behaviour, "run")
-    entropy = Family(
-        "gauge", "asyncdock_run_entropy", "Entropy of the policy in nats, mean over trained tokens.", "run"
-    )
-    for listener in runs:
-        run, totals, step = listener.run, listener.totals, listener.totals.step
-        info.add(1, run, listener.name, totals.state)
-        planned.add(listener.steps_planned, run)
-        steps.add(step.version if step else 0, run)
-        restarts.add(totals.restarts, run)
-        for what in ("generated", "trained", "filtered"):
-            tokens.add(getattr(step, f"tokens_{what}", 0), run, what)
-        for reason, (groups, count) in totals.dropped.items():
-            dropped.add(groups, run, reason)
-            lost.add(count, run, reason)
-        prompts.add(totals.prompts_skipped, run, "skipped")
-        prompts.add(totals.prompts_cut, run, "cut")
-        for source, epoch in totals.epochs.items():
-            epochs.add(epoch, run, source)
-        skipped.add(totals.ledger.skipped_steps if totals.ledger else 0, run)
-        for metric, raised in totals.alarm_counts.items():
-            alarms.add(raised, run, metric)
-        for stat in ("mean", "p95", "max"):
-            staleness.add(getattr(step, f"staleness_{stat}", None), run, stat)
-        staleness.add(listener.bound, run, "bound")
-        for part, seconds in totals.sync_seconds.items():
-            sync.add(seconds, run, part)
-        sync_bytes.add(totals.published_bytes, run)
-        if step:
-            reward.add(step.reward_mean, run)
-            loss.add(step.loss, run)
-            kl.add(step.metrics.get("kl_behaviour"), run)
-            entropy.add(step.metrics.get("entropy"), run)
-    families = [info, planned, steps, restarts, tokens, dropped, lost, prompts, epochs, skipped, alarms, staleness]
-    families += [sync, sync_bytes, reward, loss, kl, entropy]
-    return [family.metric for family in families]
+    def collect(self, runs: Iterable[RunListener]) -> Metric:
+        metric = self.kind(f"asyncdock_{self.name}", self.text, labels=("run", *self.labels))
+        for run in runs:
+            for labels, value in self.values(run).items():
+                if value is not None:
+                    metric.add_metric((run.run, *labels), value)
+        return metric
 
 
-def _of_stages(runs: list[RunListener]) -> list[Metric]:
-    worker = ("run", "stage", "worker")
-    where = "Where a worker's time went; they add up to all of it."
-    seconds = Family("counter", "asyncdock_stage_seconds", where, *worker, "state")
-    rows = Family("counter", "asyncdock_stage_rows", "Samples done by a worker.", *worker)
-    tokens = Family("counter", "asyncdock_stage_tokens", "Tokens of these samples.", *worker)
-    held = Family("gauge", "asyncdock_stage_in_flight_rows", "Samples that a worker has in hand.", *worker)
-    depth = Family("gauge", "asyncdock_stage_queue_depth", "Ready for a stage, not claimed.", "run", "stage")
-    for listener in runs:
-        depths: dict[str, float] = {}
-        for name, one in listener.totals.workers.items():
-            labels = (listener.run, one.latest.stage, name)
-            for state in SHARES:
-                seconds.add(one.totals[state], *labels, state)
-            rows.add(one.totals["rows"], *labels)
-            tokens.add(one.totals["tokens"], *labels)
-            held.add(one.latest.in_flight, *labels)
-            depths[one.latest.stage] = one.latest.queue_depth
-        for stage, waiting in depths.items():
-            depth.add(waiting, listener.run, stage)
-    return [family.metric for family in (seconds, rows, tokens, held, depth)]
+def _of_step(number: str) -> Values:
+    """A number of the newest step, or of its metrics."""
+
+    def read(run: RunListener) -> Mapping[Any, float | None]:
+        step = run.totals.step
+        return {(): getattr(step, number, step.metrics.get(number))} if step else {}
+
+    return read
+
+
+def _of_workers(number: Callable[[WorkerTotals], float]) -> Values:
+    return lambda run: {(one.latest.stage, name): number(one) for name, one in run.totals.workers.items()}
+
+
+def _staleness(run: RunListener) -> Mapping[Any, float | None]:
+    found = {(stat,): getattr(run.totals.step, f"staleness_{stat}", None) for stat in ("mean", "p95", "max")}
+    return found | {("bound",): run.bound}
+
+
+def _stage_seconds(run: RunListener) -> Mapping[Any, float]:
+    workers = run.totals.workers.items()
+    return {(one.latest.stage, name, state): one.totals[state] for name, one in workers for state in SHARES}
+
+
+COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
+BY_REASON, BY_WORKER = ("reason",), ("stage", "worker")
+TAKING = "Of taking new weights: publish by the trainer; at the engines what generation waited for (exposed), and not."
+TOKENS = ("generated", "trained", "filtered")
+FAMILIES = (
+    Family(GAUGE, "run_info", "1 for each run.", ("name", "state"), lambda run: {(run.name, run.totals.state): 1}),
+    Family(GAUGE, "run_steps_planned", "Optimizer steps of the recipe.", (), lambda run: {(): run.steps_planned}),
+    Family(COUNTER, "run_steps", "Optimizer steps made.", (), lambda run: {(): getattr(run.totals.step, "version", 0)}),
+    Family(COUNTER, "run_restarts", "Times that something was started again.", (), lambda run: {(): run.totals.restarts}),
+    Family(COUNTER, "run_tokens", "Tokens by what became of them.", ("what",), lambda run: {
+        (what,): getattr(run.totals.step, f"tokens_{what}", 0) for what in TOKENS}),
+    Family(COUNTER, "run_dropped_groups", "Groups that left untrained, by reason.", BY_REASON, lambda run: {
+        (reason,): groups for reason, (groups, _) in run.totals.dropped.items()}),
+    Family(COUNTER, "run_dropped_tokens", "Their tokens, which count as filtered.", BY_REASON, lambda run: {
+        (reason,): tokens for reason, (_, tokens) in run.totals.dropped.items()}),
+    Family(COUNTER, "run_long_prompts", "Prompts that were too long.", ("what",), lambda run: {
+        ("skipped",): run.totals.prompts_skipped, ("cut",): run.totals.prompts_cut}),
+    Family(GAUGE, "run_prompt_epoch", "Epoch of a source of prompts, from 1.", ("source",), lambda run: {
+        (source,): epoch for source, epoch in run.totals.epochs.items()}),
+    Family(COUNTER, "run_skipped_steps", "Steps with a loss or gradient not finite.", (), lambda run: {
+        (): getattr(run.totals.ledger, "skipped_steps", 0)}),
+    Family(COUNTER, "run_alarms", "Alarms of the guard, by metric.", ("metric",), lambda run: {
+        (metric,): raised for metric, raised in run.totals.alarm_counts.items()}),
+    Family(GAUGE, "run_staleness_versions", "Of the newest step's samples, in policy versions; and the bound.", ("stat",),
+           _staleness),
+    Family(COUNTER, "sync_seconds", TAKING, ("part",), lambda run: {
+        (part,): seconds for part, seconds in run.totals.sync_seconds.items()}),
+    Family(COUNTER, "sync_bytes", "Bytes of weights that were published.", (), lambda run: {(): run.totals.published_bytes}),
+    Family(GAUGE, "run_reward_mean", "Mean reward of the newest step.", (), _of_step("reward_mean")),
+    Family(GAUGE, "run_loss", "Loss of the newest step.", (), _of_step("loss")),
+    Family(GAUGE, "run_kl", "KL divergence to the behaviour policy in the newest step (k3).", (), _of_step("kl_behaviour")),
+    Family(GAUGE, "run_entropy", "Entropy of the policy in nats, mean over trained tokens.", (), _of_step("entropy")),
+    Family(COUNTER, "stage_seconds", "Where a worker's time went; they add up to all of it.", (*BY_WORKER, "state"),
+           _stage_seconds),
+    Family(COUNTER, "stage_rows", "Samples done by a worker.", BY_WORKER, _of_workers(lambda one: one.totals["rows"])),
+    Family(COUNTER, "stage_tokens", "Tokens of these samples.", BY_WORKER, _of_workers(lambda one: one.totals["tokens"])),
+    Family(GAUGE, "stage_in_flight_rows", "Samples that a worker has in hand.", BY_WORKER,
+           _of_workers(lambda one: one.latest.in_flight)),
+    Family(GAUGE, "stage_queue_depth", "Ready for a stage, not claimed.", ("stage",), lambda run: {
+        (one.latest.stage,): one.latest.queue_depth for one in run.totals.workers.values()}),
+)  # fmt: skip

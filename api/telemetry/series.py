@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from api.schemas.events import numbers_of
-from api.telemetry.totals import finite_numbers
+from orchestration.events_file import finite_numbers
 from pipeline.events import Event
 
 KINDS = ("step", "evaluation", "ledger", "stage", "sync")

@@ -6,10 +6,8 @@ Event ──▶ RunTotals.apply ──▶ state, newest step, weights, restarts,
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from pipeline.events import (
     AlarmEvent,
@@ -148,12 +146,3 @@ class RunTotals:
             self.swapped = data
         for part in self.sync_seconds:
             self.sync_seconds[part] += getattr(data, f"{part}_seconds") or 0.0
-
-
-def finite_numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the values of ``data``, without those that are not finite."""
-    return {
-        name: float(value)
-        for name, value in data.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }

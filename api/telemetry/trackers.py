@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from api.telemetry.history import BEGINNING, History
-from api.telemetry.totals import RunTotals, finite_numbers, per_second, shares
-from orchestration.events_file import METRICS
+from api.telemetry.totals import RunTotals, per_second, shares
+from orchestration.events_file import METRICS, finite_numbers
 from pipeline.events import ENDED, Event
 from pipeline.index.client import Index, IndexUnreachable
 
@@ -49,7 +49,9 @@ class Tracker(Protocol):
     key: str
 
     def show(self, point: Point) -> None: ...
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Store what was shown. Does nothing where :meth:`show` returns when its point is stored."""
+
     def close(self) -> None: ...
 
 
@@ -97,7 +99,7 @@ class Points:
 # The trackers
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in ``folder``: `tensorboard --logdir FOLDER` shows them."""
 
     key = ""
@@ -119,7 +121,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """A run in MLflow: at MLFLOW_TRACKING_URI where that is set, else in a database in ``folder``."""
 
     def __init__(self, folder: Path, name: str, recipe: Mapping[str, Any], key: str) -> None:
@@ -142,14 +144,11 @@ class Mlflow:
         metrics = [self._entities.Metric(name, value, when, point.step) for name, value in point.numbers.items()]
         self._client.log_batch(self.key, metrics=metrics)
 
-    def flush(self) -> None:
-        pass  # log_batch returns when the batch is stored
-
     def close(self) -> None:
         self._client.set_terminated(self.key)
 
 
-class WandB:
+class WandB(Tracker):
     """A run in Weights & Biases. Without WANDB_API_KEY, or with WANDB_MODE=offline, it lies in ``folder`` until
     `wandb sync` takes it there."""
 
@@ -166,9 +165,6 @@ class WandB:
 
     def show(self, point: Point) -> None:
         self._run.log({**point.numbers, "step": point.step, "_timestamp": point.time})
-
-    def flush(self) -> None:
-        pass
 
     def close(self) -> None:
         self._run.finish()

@@ -47,7 +47,7 @@ def place(
     placed: dict[Worker, str] = {}
     for unit in _units(recipe, workers):
         room = {worker: needs(recipe, worker, devices) for worker in unit}
-        found = _pack(_replicas(recipe, unit), room, free) if len(unit) > 1 else _widest(unit[0], room[unit[0]], free)
+        found = _pack(_replicas(recipe, unit), room, free)
         for worker, node in found.items():
             _take(free[node], room[worker])
         placed |= found
@@ -58,9 +58,7 @@ def bundles(recipe: Recipe, placed: Mapping[Worker, str], devices: Collection[st
     """Returns what the workers of each node take together: the bundles of a placement group."""
     reserved: dict[str, Room] = {}
     for worker, node in placed.items():
-        for resource, amount in needs(recipe, worker, devices).items():
-            reserved.setdefault(node, {}).setdefault(resource, 0.0)
-            reserved[node][resource] += amount
+        reserved[node] = _sum([reserved.get(node, {}), needs(recipe, worker, devices)])
     return reserved
 
 
@@ -99,32 +97,28 @@ def _replicas(recipe: Recipe, unit: Sequence[Worker]) -> list[list[Worker]]:
 def _pack(
     replicas: Sequence[Sequence[Worker]], room: Mapping[Worker, Room], free: Mapping[str, Room]
 ) -> dict[Worker, str]:
-    """On one node where they fit on one, the one with least room to spare; otherwise node by node, from the widest one."""
-    whole = [[worker for replica in replicas for worker in replica]]
-    by_room = sorted(free, key=lambda name: (_spare(free[name], whole[0], room), name))
-    for pieces, names in ((whole, by_room), (replicas, by_room[::-1])):
+    """One worker on the node with most room. Several on one node where they fit on one, the one with least room to spare;
+    otherwise node by node, from the widest one."""
+    workers = [worker for replica in replicas for worker in replica]
+    total = _sum(room[worker] for worker in workers)
+    spare = {
+        name: min(has.get(key, 0.0) / amount for key, amount in total.items() if amount) for name, has in free.items()
+    }
+    widest, narrowest = (
+        sorted(free, key=lambda name: (-spare[name], name)),
+        sorted(free, key=lambda name: (spare[name], name)),
+    )
+    for pieces, names in (*([] if len(workers) == 1 else [([workers], narrowest)]), (replicas, widest)):
         left, found = {name: dict(free[name]) for name in names}, dict[Worker, str]()
         for piece in pieces:
-            total = _sum(room[worker] for worker in piece)
-            if (name := next((name for name in names if _fits(total, left[name])), None)) is None:
+            needed = _sum(room[worker] for worker in piece)
+            if (name := next((name for name in names if _fits(needed, left[name])), None)) is None:
                 break
-            _take(left[name], total)
+            _take(left[name], needed)
             found |= dict.fromkeys(piece, name)
         else:
             return found
     return {}
-
-
-def _widest(worker: Worker, room: Room, free: Mapping[str, Room]) -> dict[Worker, str]:
-    names = [name for name in free if _fits(room, free[name])]
-    most = min(names, key=lambda name: (-_spare(free[name], [worker], {worker: room}), name), default=None)
-    return {} if most is None else {worker: most}
-
-
-def _spare(free: Room, workers: Sequence[Worker], room: Mapping[Worker, Room]) -> float:
-    """How often the resources of ``workers`` are there, of the scarcest."""
-    total = _sum(room[worker] for worker in workers)
-    return min(free.get(resource, 0.0) / amount for resource, amount in total.items() if amount)
 
 
 def _sum(rooms: Iterable[Room]) -> Room:

@@ -20,13 +20,15 @@ import threading
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+import stamina
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestration.cluster.host_actor import HostActor
 
 GRANT_SECONDS = 30.0  # for Ray to reserve what was free a moment ago
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS, CONNECT_ATTEMPTS = 10.0, 3
+REASON_CHARACTERS = 300
 END_SECONDS = 10.0  # in which hosts of an ended run end by themselves
 
 
@@ -34,9 +36,7 @@ class Driver:
     def __init__(self) -> None:
         self._out, self._lock = os.fdopen(os.dup(1), "w"), threading.Lock()
         os.dup2(2, 1)  # what Ray prints goes to the log
-        self._hosts: dict[str, Any] = {}  # name → actor
         self._watching: list[threading.Thread] = []
-        self._groups: list[PlacementGroup] = []
 
     def run(self, address: str) -> None:
         try:
@@ -44,23 +44,22 @@ class Driver:
             host, separator, port = server.rpartition(":")
             if separator:  # Ray itself tries for minutes
                 socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-            ray.init(address=address, namespace="asyncdock", log_to_driver=False, logging_level=logging.ERROR)
+            # A busy head may take longer to start a client's server than Ray waits for it.
+            for attempt in stamina.retry_context(ConnectionError, attempts=CONNECT_ATTEMPTS, timeout=None):
+                with attempt:
+                    ray.init(address=address, namespace="asyncdock", log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError) as error:
-            return self._send(failed=str(error).strip().splitlines()[0])
-        self._send(nodes=self._nodes())
+            return self._send(failed=" ".join(str(error).split())[:REASON_CHARACTERS])
         for line in sys.stdin:
             request = json.loads(line)
             if request["do"] == "nodes":
                 self._send(nodes=self._nodes())
-            else:
-                self._start(request["hosts"])
+            for host in request.get("hosts", ()):
+                self._watching.append(threading.Thread(target=self._watch, args=(host,), daemon=True))
+                self._watching[-1].start()
         for thread in self._watching:
             thread.join(END_SECONDS)
-        for actor in list(self._hosts.values()):
-            ray.kill(actor)
-        for group in self._groups:
-            remove_placement_group(group)
-        ray.shutdown()
+        ray.shutdown()  # it ends the actors that are left
 
     def _send(self, **message: Any) -> None:
         with self._lock, contextlib.suppress(BrokenPipeError):
@@ -75,34 +74,26 @@ class Driver:
             )  # the supervisor starts another driver
         return {node["NodeID"]: {"total": node["Resources"], "free": free.get(node["NodeID"], {})} for node in alive}
 
-    def _start(self, hosts: list[dict[str, Any]]) -> None:
-        places = [{"ray.io/node-id": host["node"]} for host in hosts]
-        group = placement_group([host["bundle"] for host in hosts], bundle_label_selector=places)
-        self._groups.append(group)
-        for number, host in enumerate(hosts):
-            bundle = dict(host["bundle"])
+    def _watch(self, host: dict[str, Any]) -> None:
+        """Start ``host`` and wait for its end; then what it had reserved is free again."""
+        bundle, reason = dict(host["bundle"]), ""
+        group = placement_group([host["bundle"]], bundle_label_selector=[{"ray.io/node-id": host["node"]}])
+        try:
+            if not group.wait(GRANT_SECONDS):
+                raise TimeoutError(f"Ray did not grant {bundle} within {GRANT_SECONDS:.0f} s")
             actor = ray.remote(HostActor).options(  # type: ignore[attr-defined]
                 num_cpus=bundle.pop("CPU", 0),
                 num_gpus=bundle.pop("GPU", 0),
                 resources=bundle,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             )
-            self._watching.append(threading.Thread(target=self._watch, args=(group, actor, host), daemon=True))
-            self._watching[-1].start()
-
-    def _watch(self, group: PlacementGroup, actor: Any, host: dict[str, Any]) -> None:
-        """Start ``host`` and wait for its end."""
-        reason = ""
-        try:
-            if not group.wait(GRANT_SECONDS):
-                raise TimeoutError(f"Ray did not grant {host['bundle']} within {GRANT_SECONDS:.0f} s")
-            self._hosts[host["name"]] = handle = actor.remote()
+            handle: Any = actor.remote()
             ray.get(handle.run.remote(**host["run"]))
-            ray.kill(handle)
         except Exception as error:
             reason = str(getattr(error, "cause", None) or error).strip().splitlines()[0]
-        self._hosts.pop(host["name"], None)
+        with contextlib.suppress(Exception):  # the cluster is gone too
+            remove_placement_group(group)  # with its actor
         self._send(ended=host["name"], reason=reason)
 
 

@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,19 +47,18 @@ class RayHosts:
         self._reading: asyncio.Task[None] | None = None
         self._answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._placed: dict[Worker, str] = {}
-        self._living: set[str] = set()
-        self._lost: dict[str, str] = {}  # host → why
-        self._placing, self._connected, self._lack = asyncio.Lock(), False, ""
+        self._hosts: dict[str, str] = {}  # each that was started → why it has ended, "" while it has not
+        self._placing, self._lack = asyncio.Lock(), ""
 
     async def host_of(self, worker: Worker) -> str:
         """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable when no cluster
         answers, or it could not hold the run if all of it were free: only before the first host is started."""
         while True:
             async with self._placing:
-                if self._placed.get(worker) not in self._living:
+                if not self._has_place(worker):
                     await self._place()
-                if (host := self._placed.get(worker)) is not None and host in self._living:
-                    return host
+                if self._has_place(worker):
+                    return self._placed[worker]
             await asyncio.sleep(ASK_SECONDS)  # Ray does not announce nodes that join
 
     def rescale(self, recipe: Recipe) -> None:
@@ -66,7 +66,10 @@ class RayHosts:
         self._recipe = recipe
 
     def lost(self, host: str) -> str:
-        return self._lost.get(host, "")
+        return self._hosts.get(host, "")
+
+    def _has_place(self, worker: Worker) -> bool:
+        return worker in self._placed and not self._hosts[self._placed[worker]]
 
     async def close(self) -> None:
         """End all hosts."""
@@ -87,19 +90,18 @@ class RayHosts:
         recipe, found = self._recipe, await self._ask()
         nodes = [Node(name, node["free"]) for name, node in found.items()]
         devices = [kind for kind, name in RESOURCES.items() if any(node["total"].get(name) for node in found.values())]
-        missing = sorted(worker for worker in remote_workers(recipe) if self._placed.get(worker) not in self._living)
-        placed, first = place(recipe, missing, nodes, devices), not self._connected
+        missing = sorted(worker for worker in remote_workers(recipe) if not self._has_place(worker))
+        placed = place(recipe, missing, nodes, devices)
         if lacking := [worker for worker in missing if worker not in placed]:
             lack = describe_lack(recipe, lacking, nodes, devices)
             empty = [Node(name, node["total"]) for name, node in found.items()]
-            if first and len(place(recipe, missing, empty, devices)) < len(missing):
+            if not self._hosts and len(place(recipe, missing, empty, devices)) < len(missing):
                 raise Unplaceable(f"launch.address = {recipe.launch.address!r}: {lack}; add nodes, or ask for less")
             if lack != self._lack:
                 log.warning("waiting for nodes", reason=lack)
             self._lack = lack
         if not placed:
             return
-        self._connected = True
         hosts = {node: f"host-{uuid.uuid4().hex[:6]}" for node in placed.values()}
         folder = Path(tempfile.gettempdir()) / f"asyncdock-host-{self._index.run}"
         run = {"url": self._join, "run": self._index.run, "folder": str(folder), "begun_in": os.getcwd()}
@@ -108,7 +110,7 @@ class RayHosts:
             {"name": name, "node": node, "bundle": reserved[node], "run": {**run, "name": name}}
             for node, name in hosts.items()
         ]
-        self._living |= set(hosts.values())
+        self._hosts |= dict.fromkeys(hosts.values(), "")
         self._placed |= {worker: hosts[node] for worker, node in placed.items()}
         await self._send({"do": "start", "hosts": start})
 
@@ -119,8 +121,7 @@ class RayHosts:
             async with asyncio.timeout(CONNECT_SECONDS):
                 if self._driver is None:
                     await self._start_driver()
-                else:
-                    await self._send({"do": "nodes"})
+                await self._send({"do": "nodes"})
                 answer = await self._answers.get()
             if "nodes" in answer:
                 nodes: dict[str, Any] = answer["nodes"]
@@ -128,7 +129,7 @@ class RayHosts:
             reason = answer["failed"]
         except TimeoutError:
             reason = f"no answer within {CONNECT_SECONDS:.0f} s"
-        if not self._connected:
+        if not self._hosts:
             address, fix = self._recipe.launch.address, "give the address of a running cluster (`ray start --head`)"
             raise Unplaceable(f"launch.address = {address!r}: {reason}; {fix}")
         return {}
@@ -160,18 +161,17 @@ class RayHosts:
         async for line in driver.stdout:
             message = json.loads(line)
             if "ended" in message:
-                await self._lose({message["ended"]}, message["reason"])
+                await self._lose([message["ended"]], message["reason"])
             else:
                 self._answers.put_nowait(message)
         await driver.wait()
         self._driver = None
         self._answers.put_nowait({"failed": f"its driver has ended; see {self._out / 'logs' / 'ray.log'}"})
-        await self._lose(set(self._living), "the run's Ray driver has ended")
+        await self._lose(self._hosts, "the run's Ray driver has ended")
 
-    async def _lose(self, hosts: set[str], reason: str) -> None:
-        for host in hosts & self._living:
+    async def _lose(self, hosts: Iterable[str], reason: str) -> None:
+        for host in [name for name in hosts if not self._hosts[name]]:
             if reason:
                 log.warning("host has ended", host=host, reason=reason)
-            self._lost[host] = reason or "it has ended"
-        self._living -= hosts
+            self._hosts[host] = reason or "it has ended"
         await self._index.wake(HOSTS)

@@ -1,25 +1,28 @@
 """Autoscaling: how many rollout workers a run needs, by how its stages spend their time.
 
-    `stage` events ──▶ Window: shares of time of trainer and rollouts ──▶ AutoscalePolicy ──▶ document "scale" ──▶ supervisor
+    `stage` events ──▶ Window: seconds of trainer and rollouts ──▶ AutoscalePolicy ──▶ document "scale" ──▶ supervisor
 
-The policy is arithmetic, without clocks or I/O. With n rollouts that are busy for a share b of the time, while the trainer
-waits for samples for a share w, a window has n·b of generation and 1 − w of training. The number that makes them equal is
+The policy is arithmetic, without clocks or I/O. In a window of W seconds the rollouts were busy for B seconds, all added up,
+while the trainer waited for samples for a share w of it. The number of rollouts that makes both equal is
 
-    need = n · b / (1 − w)
+    need = B / W / (1 − w)
 
-More than need would wait for the gate, fewer would let the trainer wait.
+More than need would wait for the gate, fewer would let the trainer wait. B has what each rollout really did, so a window in
+which some join or leave counts as any other.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
 from orchestration.elastic.scale import SCALE, request_scale
 from orchestration.recipe.problems import RecipeError
-from orchestration.recipe.sections import AutoscaleSection
+from orchestration.recipe.schema import Recipe
 from orchestration.service.registry import WrongState
 from pipeline.events import Event
 from pipeline.index.client import Index
@@ -28,18 +31,17 @@ log = structlog.get_logger()
 
 WAITS = 0.1  # share of a window that the trainer waits, from which on it has too few rollouts
 SPARE = 0.15  # of the rollouts' time that stays free, so that a number that is just enough is kept
-MISSING = 20  # windows after which workers that were asked for and do not come, as no host has room, are given up
-SETTLING = 1  # windows after a change in which rollouts join or leave: their times say nothing yet
 PATIENCE = 3  # windows in a row that call for fewer rollouts, before there are fewer
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Of a window: the share in which the trainer ``waits`` for samples, and the mean share in which a rollout is
-    ``busy``."""
+class Load:
+    """Of a window: how many ``rollouts`` reported, how many of them were ``busy`` on average, and the share in which the
+    trainer ``waits`` for samples."""
 
-    waits: float
+    rollouts: int
     busy: float
+    waits: float
 
 
 @dataclass
@@ -48,9 +50,9 @@ class AutoscalePolicy:
     would allow, so that a short lull ends no worker. Between both lies a band in which the number stays.
 
     >>> policy = AutoscalePolicy(1, 8)
-    >>> policy.decide(2, Shares(waits=0.5, busy=1.0))  # the trainer could make twice as many steps
+    >>> policy.decide(2, Load(2, busy=2.0, waits=0.5))  # the trainer could make twice as many steps
     4
-    >>> [policy.decide(4, Shares(waits=0.0, busy=0.4)) for _ in range(3)]
+    >>> [policy.decide(4, Load(4, busy=1.6, waits=0.0)) for _ in range(3)]
     [4, 4, 2]
     """
 
@@ -58,21 +60,18 @@ class AutoscalePolicy:
     most: int
     _fewer: list[int] = field(default_factory=list)  # what the last windows in a row would have allowed
 
-    def decide(self, rollouts: int, shares: Shares) -> int:
-        """Returns how many rollouts there should be after a window with ``rollouts``."""
-        need = rollouts * shares.busy / max(1e-3, 1 - shares.waits)
-        if shares.waits > WAITS and need > rollouts:
+    def decide(self, asked: int, load: Load) -> int:
+        """Returns how many rollouts to ask for after a window with ``load``, when ``asked`` were asked for until now."""
+        need = load.busy / max(1e-3, 1 - load.waits)
+        if load.waits > WAITS:
             self._fewer.clear()
-            return self._within(
-                math.ceil(min(need, 2 * rollouts) - SPARE)
-            )  # at most doubled: the estimate is rough far away
-        fewer = self._within(math.ceil(need / (1 - SPARE)))
-        if fewer >= rollouts or shares.waits > WAITS:
+            # at most double of those that work: the estimate is rough far away
+            return self._within(max(asked, math.ceil(min(need, 2 * load.rollouts) - SPARE)))
+        self._fewer.append(self._within(math.ceil(need / (1 - SPARE))))
+        if self._fewer[-1] >= asked:
             self._fewer.clear()
-            return self._within(rollouts)
-        self._fewer.append(fewer)
         if len(self._fewer) < PATIENCE:
-            return self._within(rollouts)
+            return self._within(asked)
         fewer = max(self._fewer)
         self._fewer.clear()
         return fewer
@@ -82,72 +81,59 @@ class AutoscalePolicy:
 
 
 class Window:
-    """Shares of time between two looks at the `stage` events of a run."""
+    """Seconds between two looks at the `stage` events of a run, from the first step on."""
 
     def __init__(self) -> None:
-        self._at: dict[tuple[str, str], tuple[float, float, float]] = {}  # wall, waiting, busy at the window's begin
-        self._now: dict[tuple[str, str], tuple[float, float, float]] = {}
+        self._begin: dict[tuple[str, str], Mapping[str, Any]] = {}  # the figures of each worker at the window's begin
+        self._now: dict[tuple[str, str], Mapping[str, Any]] = {}
 
     def add(self, event: Event) -> None:
         """Take an event of the run into account."""
         if event.kind == "stage" and event.data["stage"] in ("rollout", "update"):
-            worker, data = (event.data["stage"], event.data["worker"]), event.data
-            before, now = self._now.get(worker), (data["wall"], data["waiting_input"], data["busy"])
-            if before is None or now[0] < before[0]:  # its process has begun
-                self._at[worker] = now
-            self._now[worker] = now
+            worker, figures = (event.data["stage"], event.data["worker"]), event.data
+            before = self._now.get(worker)
+            if before is None or figures["wall"] < before["wall"]:  # its process has begun
+                self._begin[worker] = figures
+            elif worker[0] == "update" and not before["rows"]:  # until the first step it waits for any number
+                self._begin = {**self._now, worker: figures}
+            self._now[worker] = figures
 
-    def shares(self) -> tuple[int, Shares] | None:
-        """Returns how many rollouts reported in this window, and the shares, and begins the next window; None, and the
-        window goes on, while either stage has not reported a time."""
-        spent = {w: tuple(b - a for a, b in zip(self._at[w], now, strict=True)) for w, now in self._now.items()}
-        passed = {worker: parts for worker, parts in spent.items() if parts[0] > 0}
-        rollouts = [busy / wall for (stage, _), (wall, _, busy) in passed.items() if stage == "rollout"]
-        trainers = [waiting / wall for (stage, _), (wall, waiting, _) in passed.items() if stage == "update"]
-        if not rollouts or not trainers:
+    def load(self) -> Load | None:
+        """Returns the load, and begins the next window; None, and the window goes on, while the trainer, or each rollout,
+        has not reported a time."""
+
+        def spent(stage: str, key: str) -> list[float]:
+            return [
+                now[key] - self._begin[worker][key]
+                for worker, now in self._now.items()
+                if worker[0] == stage and now["wall"] > self._begin[worker]["wall"]
+            ]
+
+        busy, seconds, waiting = spent("rollout", "busy"), spent("update", "wall"), spent("update", "waiting_input")
+        if not busy or not seconds:
             return None
-        self._at = {worker: self._now[worker] for worker in passed}
-        self._now = dict(self._at)  # workers that are gone are forgotten
-        return len(rollouts), Shares(min(trainers), sum(rollouts) / len(rollouts))
+        self._now = {worker: now for worker, now in self._now.items() if now["wall"] > self._begin[worker]["wall"]}
+        self._begin = dict(self._now)  # workers that are gone are forgotten
+        waits = min(wait / wall for wait, wall in zip(waiting, seconds, strict=True))
+        return Load(len(busy), sum(busy) / max(seconds), waits)
 
 
-class Autoscaler:
-    """Scales the run of ``index`` as its section says, until cancelled."""
-
-    def __init__(self, index: Index, section: AutoscaleSection, rollouts: int) -> None:
-        self._index, self._seconds, self._rollouts = index, section.window, rollouts
-        self._policy = AutoscalePolicy(section.min, section.max)
-        self._missing = 0  # windows in which another number than was asked for has worked
-        self._unsettled = 1  # windows without a decision: the first one has the start of the run
-
-    async def run(self) -> None:
-        (_, after), window, settled = await self._index.event_ends(), Window(), 0.0
-        while True:
-            for event in await self._index.events(after):
-                after = event.id
-                window.add(event)
-                settled = settled or event.time
-                if event.kind == "stage" and event.time - settled >= self._seconds:
-                    settled = event.time
-                    await self._decide(window)
-
-    async def _decide(self, window: Window) -> None:
-        asked = int(await self._index.get(SCALE) or self._rollouts)
-        if (found := window.shares()) is None:
-            return
-        if self._unsettled or (asked != self._rollouts):
-            self._unsettled, self._rollouts = max(0, self._unsettled - 1), asked
-            return
-        self._missing = 0 if found[0] == asked else self._missing + 1
-        if 0 < self._missing < MISSING:
-            return
-        wanted = self._policy.decide(*found)
+async def follow_load(index: Index, recipe: Recipe) -> None:
+    """Scale the run of ``index`` as ``launch.autoscale`` of its ``recipe`` says, without end."""
+    section, decided, window = recipe.launch.autoscale, 0.0, Window()
+    policy = AutoscalePolicy(section.min, section.max)
+    async for event in index.follow((await index.event_ends())[1]):
+        window.add(event)
+        decided = decided or event.time
+        if event.kind != "stage" or event.time - decided < section.window or (load := window.load()) is None:
+            continue
+        decided = event.time
+        asked = int(await index.get(SCALE) or recipe.rollout.workers)
+        wanted = policy.decide(asked, load)
         if wanted == asked:
-            return
-        log.info("scales the rollouts", before=found[0], after=wanted, trainer_waits=found[1].waits, busy=found[1].busy)
+            continue
+        log.info("scales the rollouts", before=asked, after=wanted, trainer_waits=load.waits, busy=load.busy)
         try:
-            await request_scale(self._index, wanted)
+            await request_scale(index, wanted)
         except (RecipeError, WrongState) as refused:
             log.warning("rollouts not scaled", wanted=wanted, reason=str(refused))
-            return
-        self._rollouts, self._unsettled = wanted, SETTLING

@@ -14,13 +14,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
 from pipeline.clock import Clock
-from pipeline.controller import EVENT_SECONDS
-from pipeline.events import ENDED, SpanEvent, StageEvent
+from pipeline.controller import EVENT_SECONDS, report_stage
+from pipeline.events import ENDED
+from pipeline.first_of import cancel_all
 from pipeline.index.client import Claim, Index, IndexRefused, IndexUnreachable
 from pipeline.spans import Spans
 
@@ -89,9 +89,7 @@ class StageTimes:
         self._reporting: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        if self._reporting is not None:
-            self._reporting.cancel()
-            await asyncio.gather(self._reporting, return_exceptions=True)
+        await cancel_all(self._reporting)
 
     @contextmanager
     def claiming(self, stage: str, worker: str) -> Iterator[StageTime]:
@@ -142,17 +140,8 @@ class StageTimes:
                 if state in OVER:
                     return
                 for times in list(self._times.values()) if state else ():  # a run that waits in the queue has no events
-                    await self._emit(times)
+                    counts = {"rows": times.rows, "tokens": times.tokens, "parked": times.parked}
+                    counts["in_flight"] = sum(lease.left for lease in times.leases.values())
+                    await report_stage(self.index, times.stage, times.worker, times.clock, times.spans, counts)
             except (IndexUnreachable, IndexRefused) as lost:
                 log.warning("events of external workers are lost", run=self.index.run, reason=str(lost))
-
-    async def _emit(self, times: StageTime) -> None:
-        names: dict[str, Any] = {"stage": times.stage, "worker": times.worker}
-        figures: dict[str, Any] = times.clock.read()
-        figures |= {"rows": times.rows, "tokens": times.tokens, "parked": times.parked}
-        figures["queue_depth"] = await self.index.queue_depth(times.stage)
-        figures["in_flight"] = sum(lease.left for lease in times.leases.values())
-        await self.index.emit(StageEvent(**names, **figures))
-        spans, left_out = times.spans.take()
-        if spans:
-            await self.index.emit(SpanEvent(**names, spans=spans, left_out=left_out))

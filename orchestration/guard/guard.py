@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from orchestration.events_file import finite_numbers
 from orchestration.guard.rules import COLLAPSED, CONSTANT, EQUAL_WEIGHTS, RESUMED, TRENDS, Rule
 from pipeline.events import AlarmEvent, EventData, StepEvent, SyncEvent
 
@@ -19,10 +20,8 @@ WARM_UP = 8  # values before a trend is judged
 RECENT = 8  # steps that the chance of equal groups is estimated from
 NORMAL = 1.4826  # median absolute deviations in a standard deviation
 MARGIN = 2.0  # by which a step's mean may exceed the probe's limit: it is of other tokens, and of as few as 16
-CHANCE, CHANCE_OF_JUMP = (
-    1e-6,
-    1e-3,
-)  # below which a step of equal groups is an alarm; the latter where the mean jumps too
+# Below which a step of equal groups is an alarm; the latter where the mean jumps too.
+CHANCE, CHANCE_OF_JUMP = 1e-6, 1e-3
 JUMP = 4.0  # deviations of the mean reward
 
 
@@ -89,7 +88,7 @@ class Guard:
         return found
 
     def _of_step(self, event: StepEvent) -> Iterator[AlarmEvent]:
-        values = {name: value for name, value in {**asdict(event), **event.metrics}.items() if _is_number(value)}
+        values = finite_numbers({**asdict(event), **event.metrics})
         rows, groups = event.rows, len(event.groups)
         yield from self._limited(event.step, values, EQUAL_WEIGHTS)
         if self.options.rebuilds:
@@ -196,10 +195,6 @@ class Guard:
 
     def _window(self, name: str) -> Window:
         return self._windows.setdefault(name, Window(self.options.window))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _shown(value: float) -> str:

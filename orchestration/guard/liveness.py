@@ -24,25 +24,16 @@ log = structlog.get_logger()
 
 
 class Liveness:
-    """Ends those of the workers that it follows which hang, after putting the reason into the index. ``on_unplaced`` is
-    called with a worker that other machines are to start, and whether none has done so for `launch.hang_timeout`."""
+    """Ends those of the workers in ``lives``, by name, which hang, after putting the reason into the index. ``on_unplaced``
+    is called with a worker that other machines are to start, and whether none has done so for `launch.hang_timeout`."""
 
     def __init__(
-        self, index: Index, launch: LaunchSection, on_unplaced: Callable[[str, bool], Awaitable[None]] | None = None
+        self, index: Index, launch: LaunchSection, on_unplaced: Callable[[str, bool], Awaitable[None]]
     ) -> None:
         self._index, self._launch, self._on_unplaced = index, launch, on_unplaced
-        self._lives: dict[str, Life] = {}
+        self.lives: dict[str, Life] = {}
         self._silent: dict[str, tuple[int, float]] = {}  # by worker: its last sign of life, seconds since
         self._progress, self._still = (0, 0, 0), 0.0  # rows and versions, seconds since they changed
-
-    def follow(self, name: str, life: Life) -> None:
-        """Watch the worker ``name``, until :meth:`leave`."""
-        self._lives[name], self._silent[name] = life, (0, 0.0)
-
-    def leave(self, name: str) -> None:
-        """Its process has ended."""
-        self._lives.pop(name, None)
-        self._silent.pop(name, None)
 
     async def run(self) -> None:
         """Watch, without end."""
@@ -51,12 +42,14 @@ class Liveness:
             await asyncio.sleep(pause)
             alive, now = await self._index.alive(), time.monotonic()
             passed, before = min(now - before, 2 * pause), now
-            for name, life in list(self._lives.items()):
-                last, silent = self._silent[name]
+            self._silent = {name: self._silent.get(name, (0, 0.0)) for name in self.lives}
+            for name, (last, silent) in list(self._silent.items()):
                 at = alive[name].at if name in alive else 0
                 self._silent[name] = at, silent = at, silent + passed if at == last else 0.0
+                if (life := self.lives.get(name)) is None:  # it has ended while this loop awaited something
+                    continue
                 limit = "hang_timeout" if at else "startup_timeout"
-                if not life.pid and self._on_unplaced is not None:
+                if not life.pid:
                     await self._on_unplaced(name, not at and silent > self._launch.hang_timeout)
                 if silent > (seconds := getattr(self._launch, limit)) and (at or life.pid):
                     await self._end(name, f"it gave no sign of life for launch.{limit} = {seconds:g} s")
@@ -71,14 +64,14 @@ class Liveness:
         if self._still <= (limit := self._launch.stall_timeout):
             return
         self._still, chain = 0.0, await waiting_chain(self._index)
-        log.warning("the run stands still", seconds=limit, chain=[str(wait) for wait in chain])
-        if chain and chain[-1].process in self._lives:
-            links = " ← ".join(map(str, chain))
-            await self._end(
-                chain[-1].process, f"no progress of the run for launch.stall_timeout = {limit:g} s: {links}"
-            )
+        log.warning("the run stands still", seconds=limit, chain=[wait.text for wait in chain])
+        if chain and chain[-1].process in self.lives:
+            links = " ← ".join(wait.text for wait in chain)
+            reason = f"no progress of the run for launch.stall_timeout = {limit:g} s: {links}"
+            await self._end(chain[-1].process, reason)
 
     async def _end(self, name: str, reason: str) -> None:
         log.warning("worker hangs", worker=name, reason=reason)
         await self._index.put(f"reason:{name}", reason)
-        self._lives.pop(name).end()
+        if life := self.lives.pop(name, None):  # it may have ended in the meantime
+            life.end()

@@ -8,38 +8,43 @@ It is read from the index alone, so it can be asked from any machine, also about
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, computed_field
+from pydantic.dataclasses import dataclass
 
 from orchestration.recipe.schema import Recipe
 from pipeline.events import ENDED
-from pipeline.index.client import ENGINES, Index, Missing, SignOfLife
 from stages.weights.documents import done_with
+
+if TYPE_CHECKING:
+    from pipeline.index.client import Index, Missing, SignOfLife
 
 SILENT_BEATS = 4  # signs of life that a worker misses until it is shown as silent
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One link: ``who`` waits for ``on`` since ``seconds`` (None: not known); ``bound`` is what ends it, if anything does,
-    and ``why`` what is known of the cause. The next link is
-    about what ``on`` names."""
+    """One link of a chain of waiting: `who` waits for `on`; the next link is about that."""
 
     who: str
     on: str
-    seconds: float | None = None
-    why: str = ""
-    bound: str = ""
-    process: str = ""  # of the worker ``who``: its name in the index
+    seconds: Annotated[float | None, Field(description="Since when; null where that is not known.")] = None
+    why: Annotated[str, Field(description="What is known of the cause.")] = ""
+    bound: Annotated[str, Field(description="The recipe's key that ends it, and when.")] = ""
+    process: Annotated[str, Field(description="Of a worker: its name in the index; else empty.")] = ""
 
-    def __str__(self) -> str:
+    @computed_field(description="All of it as a sentence.")  # type: ignore[prop-decorator]
+    @property
+    def text(self) -> str:
         since = "" if self.seconds is None else f" for {self.seconds:.1f} s"
-        return f"{self.who} waits{since} for {self.on}" + "".join(
-            f"; {part}" for part in (self.why, self.bound) if part
-        )
+        return "; ".join(filter(None, (f"{self.who} waits{since} for {self.on}", self.why, self.bound)))
 
 
 async def waiting_chain(index: Index) -> list[Wait]:
     """Returns the chain of the run in ``index``; empty for one that has ended. Raises LookupError for an unknown run."""
+    from pipeline.index.client import ENGINES  # a program that only asks a service has no client of Redis
+
     state, reason, moved = await index.state()
     recipe_json = await index.get("recipe")
     if not state or recipe_json is None:

@@ -19,7 +19,7 @@ import structlog
 
 from orchestration.guard.guard import Guard, GuardOptions
 from orchestration.recipe.schema import Recipe
-from pipeline.events import AlarmEvent, Event, EventData
+from pipeline.events import AlarmEvent, Event, EventData, order
 from pipeline.index.client import Index
 
 log = structlog.get_logger()
@@ -61,11 +61,11 @@ class GuardWatch:
 
     async def begin(self) -> None:
         """Judge the events that a former supervisor has left, without alarms that were raised before."""
-        self._judged = _order(await self.index.get(JUDGED) or "0")
+        self._judged = order(await self.index.get(JUDGED) or "0")
         past = self._after
         while events := await self.index.past_events(past):
             past = events[-1].id
-            later = (event.data for event in events if event.kind == "alarm" and _order(event.id) > self._judged)
+            later = (event.data for event in events if event.kind == "alarm" and order(event.id) > self._judged)
             self._emitted |= {(data["metric"], data["step"]) for data in later}
         await self.catch_up()
 
@@ -81,11 +81,11 @@ class GuardWatch:
 
     async def _take(self, events: Sequence[Event]) -> None:
         async with self._taking:  # `run` and `catch_up` may have read the same events
-            new = [event for event in events if _order(event.id) > _order(self._after)]
+            new = [event for event in events if order(event.id) > order(self._after)]
             for event in new:
                 self._after = event.id
                 if (data := event.decoded() if event.kind in KINDS else None) is not None:
-                    await self._judge(data, _order(event.id) <= self._judged)
+                    await self._judge(data, order(event.id) <= self._judged)
             if any(event.kind in KINDS for event in new):
                 await self.index.put(JUDGED, self._after)
 
@@ -111,9 +111,3 @@ class GuardWatch:
         while (await self.index.transition(["running"], "paused", reason))[0] in ("created", "starting"):
             _, _, after = await self.index.state()
             await self.index.wait("state", after, STATE_SECONDS)
-
-
-def _order(event: str) -> tuple[int, int]:
-    """The id of an event as numbers, which are in the order of the events."""
-    time, _, number = event.partition("-")
-    return int(time), int(number or 0)

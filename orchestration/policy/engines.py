@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,85 +46,82 @@ class PolicyEngines:
     def version(self) -> int:
         return self._slots[-1].engine.version
 
+    def all(self) -> list[RolloutEngine]:
+        return [slot.engine for slot in self._slots]
+
     async def open(self, version: int, checkpoint: Path | None) -> None:
         """Make the first engine, or for a new checkpoint one in the place of a free one."""
-        made = _Slot(await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(version, checkpoint)))
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._slots) < 2 or any(not s.requests for s in self._slots))
-            free = next((slot for slot in self._slots if not slot.requests), None)
-            self._slots = [slot for slot in self._slots if slot is not free] + [made]
-            self._begin = (version, checkpoint)
+        self._begin = (version, checkpoint)
+        made = await self._new_slot()
+        await self._until(lambda: len(self._slots) < 2 or any(not slot.requests for slot in self._slots))
+        free = next((slot for slot in self._slots if not slot.requests), None)
+        self._slots = [slot for slot in self._slots if slot is not free] + [made]
         if free is not None:
             await free.engine.close()
 
     @contextlib.asynccontextmanager
     async def engine(self, *, mixed: bool) -> AsyncIterator[RolloutEngine]:
         """The newest engine, for one request. Unless ``mixed``, it keeps its weights until the request ends."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._slots[-1].swapping)
-            slot = self._slots[-1]
-            slot.requests, slot.pinned = slot.requests + 1, slot.pinned + (not mixed)
-            self._changed.notify_all()
+        await self._until(lambda: not self._slots[-1].swapping)
+        slot = self._slots[-1]
+        slot.requests, slot.pinned = slot.requests + 1, slot.pinned + (not mixed)
         try:
             yield slot.engine
         finally:
             slot.requests, slot.pinned = slot.requests - 1, slot.pinned - (not mixed)
-            async with self._changed:
-                self._changed.notify_all()
+            await self._notify()
 
     async def free(self) -> None:
         """Wait until a version can be loaded at once."""
-        async with self._changed:
-            await self._changed.wait_for(self._is_free)
-
-    def _is_free(self) -> bool:
-        return len(self._slots) < 2 or any(not slot.pinned for slot in self._slots)
+        await self._until(lambda: len(self._slots) < 2 or any(not slot.pinned for slot in self._slots))
 
     async def swap(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Load ``weights``, as :meth:`RolloutEngine.load_weights` takes them, for the requests from now on. Raises
         WeightMismatch, and keeps the old ones."""
         await self.free()
         unpinned = [slot for slot in self._slots if not slot.pinned]
-        slot = max(unpinned, key=lambda slot: slot.requests, default=None)  # requests that mix versions get this one
-        if slot is None:
-            slot = _Slot(await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(*self._begin)))
-            self._slots.insert(0, slot)
+        if not unpinned:
+            unpinned = [await self._new_slot()]
+            self._slots[:0] = unpinned
+        slot = max(unpinned, key=lambda slot: slot.requests)  # requests that mix versions get this one
         slot.swapping = True
         try:
             await slot.engine.load_weights(version, weights)
             self._slots = [other for other in self._slots if other is not slot] + [slot]
         finally:
             slot.swapping = False
-            async with self._changed:
-                self._changed.notify_all()
-
-    async def keep_share(self, share: Callable[[], float]) -> None:
-        """While there are requests, let the engines compute for at most ``share()`` of the time."""
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(lambda: any(slot.requests for slot in self._slots))
-            began = time.monotonic()
-            await asyncio.sleep(TURN_SECONDS)
-            if (part := share()) >= 1:
-                continue
-            engines = [slot.engine for slot in self._slots]
-            try:
-                await asyncio.gather(
-                    *(engine.pause() for engine in engines), return_exceptions=True
-                )  # one may be closed
-                await asyncio.sleep(pause_after(time.monotonic() - began, part))
-            finally:
-                await asyncio.gather(*(engine.resume() for engine in engines), return_exceptions=True)
+            await self._notify()
 
     async def close(self) -> None:
         for slot in self._slots:
             await slot.engine.close()
 
+    async def _new_slot(self) -> _Slot:
+        begin = self._begin
+        return _Slot(await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(*begin)))
 
-def pause_after(busy: float, share: float) -> float:
-    """Returns the seconds to pause after ``busy`` seconds of computing, so that these are ``share`` of all.
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(holds)
 
-    >>> pause_after(0.05, 0.25), pause_after(0.05, 1.0)
-    (0.15000000000000002, 0.0)
-    """
-    return busy * (1.0 / share - 1.0)
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+async def keep_share(
+    busy: asyncio.Event, engines: Callable[[], Sequence[RolloutEngine]], share: Callable[[], float]
+) -> None:
+    """While ``busy`` is set, let all of ``engines()`` together compute for at most ``share()`` of the time."""
+    while True:
+        await busy.wait()
+        began = time.monotonic()
+        await asyncio.sleep(TURN_SECONDS)
+        if (part := share()) >= 1:
+            continue
+        paused = engines()
+        try:  # one may be closed
+            await asyncio.gather(*(engine.pause() for engine in paused), return_exceptions=True)
+            await asyncio.sleep((time.monotonic() - began) * (1 / part - 1))
+        finally:
+            await asyncio.gather(*(engine.resume() for engine in paused), return_exceptions=True)

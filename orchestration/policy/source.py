@@ -1,10 +1,8 @@
-"""Names what is served. Imported without torch."""
+"""Names of what is served, and why a request for it is refused. Imported without torch."""
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict, dataclass
 
 
 class PolicyUnknown(LookupError):
@@ -25,24 +23,3 @@ def parse_model(model: str) -> tuple[str, int | None]:
     if match is None:
         raise PolicyUnknown("a model is named as RUN, RUN@VERSION or NAME")
     return match[1], int(match[2]) if match[2] else None
-
-
-@dataclass(frozen=True)
-class PolicySource:
-    """What is served under ``name``: the policy of the run ``run`` in the index ``index``, the newest or that of
-    ``version``; or the Hugging Face checkpoint in ``folder``. ``beside``: on the machine that trains, where ``serve.share``
-    holds."""
-
-    name: str
-    index: str = ""
-    run: str = ""
-    version: int | None = None
-    folder: str = ""
-    beside: bool = True
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> PolicySource:
-        return cls(**json.loads(text))

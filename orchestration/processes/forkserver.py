@@ -6,7 +6,7 @@
 
 Children are killed, with the processes that they have started in their group, when their connection closes and when the
 process that owns it dies; they also end when the server dies. Only children that ``outlive`` it, runners, go on. A runner
-makes a fork server of itself: :meth:`ForkServer.within`.
+makes a fork server of itself: :meth:`ForkServer.within`. A :class:`StandingForkServer` belongs to no process that uses it.
 
 Forking is safe because the server uses no accelerator and its only other thread is OpenBLAS's, which supports being forked.
 It needs Linux: process handles, and signals at a parent's death.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -36,7 +37,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import IO, NoReturn, cast
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NoReturn, cast
 
 from setproctitle import setproctitle
 
@@ -61,7 +64,9 @@ ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",
 }
+STOPPED_SECONDS = 5.0  # how long a stopped server (SIGSTOP) may keep an answer back; then it is killed
 OUTPUT_BYTES = 2000  # of the server's last output, quoted in errors
+IDLE_SECONDS = 600.0  # after which a standing fork server that nothing uses ends
 
 
 class ForkServerDied(RuntimeError):
@@ -109,25 +114,31 @@ class Child:
 
     def set_exit_code(self, code: int | None) -> None:
         if self.alive():
+            self._code.get_loop().remove_reader(self._handle)
             os.close(self._handle)
             self._code.set_result(code)
 
     def watch_handle(self, connection: Connection) -> None:
-        """Wait for the end through the kernel: ``connection`` is closed and cannot report it."""
-        loop, self.orphaned = self._code.get_loop(), connection
+        """When the kernel says that it has ended, expect the exit code of ``connection``'s server, if that is open."""
+        loop = self._code.get_loop()
+        if connection.open:
 
-        def gone() -> None:
-            loop.remove_reader(self._handle)
-            self.set_exit_code(None)
+            def gone() -> None:
+                loop.remove_reader(self._handle)
+                connection.expect(self._code)
 
-        loop.add_reader(self._handle, gone)
+            loop.add_reader(self._handle, gone)
+        else:
+            self.orphaned = connection
+            loop.add_reader(self._handle, self.set_exit_code, None)
 
 
 class Connection:
-    """Launches children through a fork server and receives their exit codes. Belongs to the event loop that created it."""
+    """Launches children through the fork server ``pid``, a child of this process, and receives their exit codes. Belongs to
+    the event loop that created it."""
 
-    def __init__(self, server: socket.socket) -> None:
-        self.open, self._server = True, server
+    def __init__(self, server: socket.socket, pid: int) -> None:
+        self.open, self._server, self._pid = True, server, pid
         self._server.setblocking(False)
         self._children: dict[int, Child] = {}
         self._requests: list[asyncio.Future[Child]] = []
@@ -144,6 +155,7 @@ class Connection:
             raise ForkServerDied("it has ended")
         answer: asyncio.Future[Child] = self._loop.create_future()
         self._requests.append(answer)
+        self.expect(answer)
         try:
             message = json.dumps(asdict(launch)).encode()
             if stdin is None:
@@ -156,6 +168,14 @@ class Connection:
             self._requests.remove(answer)
             raise
         return await answer
+
+    def expect(self, answer: asyncio.Future[Any], *, due: bool = False) -> None:
+        """Kill the server if it is stopped while ``answer`` is due; the connection then closes."""
+        if not answer.done() and self.open:
+            self._loop.call_later(STOPPED_SECONDS, partial(self.expect, answer, due=True))
+            with contextlib.suppress(ChildProcessError):
+                if due and os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
+                    os.kill(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Disconnect; the server kills the children that do not outlive it. Does nothing when repeated."""
@@ -187,6 +207,7 @@ class Connection:
                 answer.set_exception(OSError(message["errno"], message["error"]))
             return
         self._children[message["pid"]] = child = Child(message["pid"], *handles)
+        child.watch_handle(self)
         if answer.done():  # the caller was cancelled
             child.end()
         else:
@@ -205,20 +226,10 @@ class ForkServer:
     def start(cls, preload: Sequence[str] = PRELOAD) -> ForkServer:
         """Start a server process. It imports the modules ``preload`` in the background; a launch waits for it. Raises
         ForkServerDied where fork servers are not supported."""
-        if sys.platform != "linux":
-            raise ForkServerDied(f"it needs Linux, and this is {sys.platform}")
         ours, theirs = _socketpair()
         output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "orchestration.processes.forkserver", str(theirs.fileno()), *preload],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # it does not get Ctrl-C
-                env={**ENVIRONMENT, **os.environ},
-            )
+            process = _server_process(preload, output, theirs)
         return cls(ours, process.pid, process.wait, output)
 
     @classmethod
@@ -244,7 +255,7 @@ class ForkServer:
             except OSError:
                 ours.close()
                 raise ForkServerDied(self.last_output()) from None
-        return Connection(ours)
+        return Connection(ours, self.pid)
 
     def close(self) -> None:
         """End it, and its children that do not outlive it. Does nothing when repeated."""
@@ -252,7 +263,7 @@ class ForkServer:
             self._open = False
             self._line.close()
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)  # it may still be importing
+                os.kill(self.pid, signal.SIGKILL)  # it may still be importing, or be stopped
             self._wait()
             if self._output is not None:
                 self._output.close()
@@ -266,27 +277,78 @@ class ForkServer:
         return text.decode(errors="replace").strip() or "it printed nothing"
 
 
+class StandingForkServer(ForkServer):
+    """The fork server at ``folder``/line. It is started by the first process that asks for it, and ends with the process
+    ``owner``, or after ``IDLE_SECONDS`` without a connection. Raises ForkServerDied where other users may reach it."""
+
+    def __init__(self, folder: Path, owner: int, preload: Sequence[str]) -> None:
+        self._folder = folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o77:
+            raise ForkServerDied(f"{folder} belongs to another user, or is open to others")
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._socket().close()
+            except OSError:
+                (folder / "line").unlink(missing_ok=True)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line, open(folder / "log", "wb") as output:
+                    line.bind(str(folder / "line"))
+                    line.listen()
+                    _server_process(preload, output, line, owner).wait()  # it has left a child, which is the server
+
+    def connect(self) -> Connection:
+        try:
+            return Connection(self._socket(), os.getpid())  # the server is no child: it is not watched for stops
+        except OSError:
+            raise ForkServerDied(self.last_output()) from None
+
+    def close(self) -> None:
+        """Does nothing: others may use it."""
+
+    def last_output(self) -> str:
+        return (self._folder / "log").read_text(errors="replace")[-OUTPUT_BYTES:].strip()
+
+    def _socket(self) -> socket.socket:
+        line = _large(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        with contextlib.ExitStack() as closing:
+            closing.callback(line.close)
+            line.connect(str(self._folder / "line"))
+            closing.pop_all()
+        return line
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # In the server's process
 
 
 class _Server:
-    """Forks children on request of the connections that arrive on ``line``, until ``line`` closes."""
+    """Forks children on request of the connections that arrive on ``line``, until ``line`` closes; one that listens for
+    them, until the process of the handle ``owner`` has ended, or nothing is connected."""
 
-    def __init__(self, line: socket.socket) -> None:
+    def __init__(self, line: socket.socket, owner: int | None = None) -> None:
         self._line, self._selector = line, selectors.DefaultSelector()
         self._children: dict[int, tuple[socket.socket, bool]] = {}  # pid → connection, whether it outlives it
         self._selector.register(line, selectors.EVENT_READ)
+        if owner is not None:
+            self._selector.register(owner, selectors.EVENT_READ, 0)
+        self._unused, self._listens = len(self._selector.get_map()), owner is not None
 
     def serve(self) -> int:
         while True:
-            for key, _ in self._selector.select():
+            found = self._selector.select(IDLE_SECONDS if self._listens else None)
+            if not found and len(self._selector.get_map()) == self._unused:
+                return 0
+            for key, _ in found:
                 ready = cast("socket.socket", key.fileobj)
-                if key.data is not None:  # the handle of a child, which has ended
+                if key.data:  # the handle of a child, which has ended
                     self._report_end(key.fd, key.data)
-                elif ready is not self._line:
+                elif key.data is None and ready is not self._line:
                     self._receive(ready)
-                elif handles := socket.recv_fds(ready, 64, 1)[1]:
+                elif key.data is None and self._listens:
+                    self._selector.register(_large(self._line.accept()[0]), selectors.EVENT_READ)
+                elif key.data is None and (handles := socket.recv_fds(ready, 64, 1)[1]):
                     self._selector.register(socket.socket(fileno=handles[0]), selectors.EVENT_READ)
                 else:
                     for connection in {connection for connection, _ in self._children.values()}:
@@ -406,14 +468,42 @@ def run_child(launch: Launch) -> NoReturn:
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets that keep message borders."""
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in ends:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
-    return ends
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return _large(ours), _large(theirs)
+
+
+def _large(end: socket.socket) -> socket.socket:
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+    return end
+
+
+def _server_process(
+    preload: Sequence[str], output: IO[bytes], line: socket.socket, owner: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a server on ``line``; with ``owner`` it is a standing one. Raises ForkServerDied."""
+    if sys.platform != "linux":
+        raise ForkServerDied(f"it needs Linux, and this is {sys.platform}")
+    handles = [line.fileno(), *([] if owner is None else [os.pidfd_open(owner)])]
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "orchestration.processes.forkserver", ",".join(map(str, handles)), *preload],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=handles,
+            start_new_session=True,  # it does not get Ctrl-C
+            env={**ENVIRONMENT, **os.environ},
+        )
+    finally:
+        for handle in handles[1:]:
+            os.close(handle)
 
 
 def main() -> int:
-    line = socket.socket(fileno=int(sys.argv[1]))
+    handle, *owner = map(int, sys.argv[1].split(","))
+    line = socket.socket(fileno=handle)
+    if owner and os.fork():  # a standing server is no process's child
+        return 0
     setproctitle("asyncdock fork server")
     gc.disable()  # collections would take a quarter of the time that the imports take; children enable it
     for module in sys.argv[2:]:
@@ -425,7 +515,7 @@ def main() -> int:
             print("an accelerator's plugin is loaded that may not be forked")
             return 1
     gc.freeze()  # otherwise a collection in a child copies every page
-    return _Server(line).serve()
+    return _Server(line, *owner).serve()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     recipe, devices of the node ──▶ assign ──▶ (kind, number) → devices ──▶ the launcher: a worker process sees its own
 
 Ranks of the trainer come first, then rollout engines, then critic and reference, in turn over the devices: with fewer
-devices than workers some share one. A device that the recipe numbers (``cuda:1``) is taken as it is, and the others avoid
-it.
+devices than workers some share one. The workers of a host come as they start. A device that the recipe numbers (``cuda:1``)
+is taken as it is, and the others avoid it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,8 @@ if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
 
 Worker = tuple[str, int]  # kind and number
-SIDES = {
-    "update": "train",
-    "colocated": "train",
-    "rollout": "rollout",
-    "critic": "train",
-    "reference": "train",
-}  # whose device and engine
+# The section with the device and the engine of each kind.
+SIDES = {"update": "train", "colocated": "train", "rollout": "rollout", "critic": "train", "reference": "train"}
 
 
 @dataclass(frozen=True)
@@ -50,26 +45,13 @@ def on_this_node() -> dict[str, list[str]]:
 
 def assign(recipe: Recipe, node: Mapping[str, Sequence[str]]) -> dict[Worker, Devices]:
     """Returns the devices of each worker that computes on an accelerator of ``node``."""
-    wanted: dict[Worker, tuple[str, int]] = {}  # the device's name in the recipe, and how many
-    remote = remote_workers(recipe)
+    pool, remote = DevicePool(node), remote_workers(recipe)
     here = [worker for worker in workers_of(recipe) if worker not in remote]
-    for worker in sorted(here, key=lambda worker: list(SIDES).index(worker[0]) if worker[0] in SIDES else 9):
-        if (device := wanted_devices(recipe, worker, node)) is not None:
-            wanted[worker] = device
-    fixed = {name for name, _ in wanted.values() if ":" in name}
-    given: dict[Worker, Devices] = {}
-    taken = dict.fromkeys(node, 0)
-    for worker, (name, several) in wanted.items():
-        kind, _, number = name.partition(":")
-        names = list(node.get(kind, ()))
-        if number:
-            given[worker] = Devices(kind, (number,), fixed=True)
-        elif names:
-            free = [one for at, one in enumerate(names) if f"{kind}:{at}" not in fixed] or names
-            turns = range(taken[kind], taken[kind] + min(several, len(free)))
-            given[worker] = Devices(kind, tuple(free[turn % len(free)] for turn in turns))
-            taken[kind] += len(turns)
-    return given
+    here.sort(key=lambda worker: list(SIDES).index(worker[0]) if worker[0] in SIDES else 9)
+    here.sort(key=lambda worker: ":" not in (wanted_devices(recipe, worker, node) or ("",))[0])  # numbered ones first
+    for worker in here:
+        pool.give(recipe, worker)
+    return pool.given
 
 
 def wanted_devices(recipe: Recipe, worker: Worker, kinds: Iterable[str]) -> tuple[str, int] | None:
@@ -84,7 +66,8 @@ def wanted_devices(recipe: Recipe, worker: Worker, kinds: Iterable[str]) -> tupl
 
 
 class DevicePool:
-    """The devices of a host. Each of its workers gets those that fewest of its living workers have."""
+    """The devices of a node. Each worker gets those that fewest of the living workers have, and none that a recipe has given
+    by its number before, where there are others."""
 
     def __init__(self, node: Mapping[str, Sequence[str]]) -> None:
         self._node, self.given = node, dict[Worker, Devices]()
@@ -93,12 +76,16 @@ class DevicePool:
         """Give ``worker``, which is about to start, its devices, if it computes on any."""
         name, several = wanted_devices(recipe, worker, self._node) or ("cpu", 0)
         kind, _, number = name.partition(":")
+        given = [devices for devices in self.given.values() if devices.kind == kind]
         if number:
             self.given[worker] = Devices(kind, (number,), fixed=True)
         elif names := self._node.get(kind, ()):
-            used = [name for devices in self.given.values() if devices.kind == kind for name in devices.names]
-            fewest = sorted(names, key=used.count)  # stable: in the node's order
-            self.given[worker] = Devices(kind, tuple(fewest[:several]))
+            numbered = {devices.names[0] for devices in given if devices.fixed}
+            used = [one for devices in given if not devices.fixed for one in devices.names]
+            free = [one for at, one in enumerate(names) if str(at) not in numbered] or names
+            self.given[worker] = Devices(
+                kind, tuple(sorted(free, key=used.count)[:several])
+            )  # stable: in the node's order
 
     def take_back(self, worker: Worker) -> None:
         self.given.pop(worker, None)

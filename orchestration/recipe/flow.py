@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from orchestration.recipe.problems import value_or_none
 from stages.algorithms import NamedAlgorithm, build_algorithm
 from stages.flow.catalogue import PROMPT, RESPONSE, catalogue
 from stages.flow.declarations import BASE, Columns, StageDeclaration, itemsize
@@ -81,19 +82,14 @@ def reward_reads(recipe: Recipe, declared: Iterable[StageDeclaration], *, requir
 
 def stage_columns(recipe: Recipe) -> Columns:
     """The columns that the recipe's own stages make; none where a stage cannot be made, which is reported elsewhere."""
-    try:
-        return {name: kind for _, declared in stages_of(recipe) for name, kind in declared.makes.items()}
-    except Exception:  # code of a user may raise anything
-        return {}
+    made = value_or_none(lambda: [declared.makes for _, declared in stages_of(recipe)])
+    return {name: kind for makes in made or () for name, kind in makes.items()}
 
 
 def column_bytes(recipe: Recipe) -> int:
     """Bytes of a sample, at most, in the ragged columns and texts beside those of prompts, responses and a reference. 0 for
     a flow that cannot be resolved, which is reported elsewhere."""
-    try:
-        columns = flow_of(recipe).columns
-    except Exception:  # code of a user may raise anything
-        return 0
+    columns = value_or_none(lambda: flow_of(recipe).columns) or {}
     others = [kind for name, kind in columns.items() if name not in (*PROMPT, *RESPONSE, "ref_logprobs")]
     tokens = recipe.rollout.max_tokens
     sizes = [TEXT_BYTES if kind == "text" else itemsize(kind) for kind in others if kind == "text" or " ragged" in kind]

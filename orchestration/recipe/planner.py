@@ -14,7 +14,7 @@ from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Engine, memory
 from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import parameters_in, text_config
-from orchestration.recipe.problems import Problem
+from orchestration.recipe.problems import Problem, value_or_none
 from stages.algorithms import build_algorithm
 from stages.flow.graph import document
 from stages.prompts.options import PromptLimits
@@ -362,10 +362,7 @@ def _adapter_parameters(source: str, adapters: AdapterOptions) -> int | None:
     from stages.adapters.names import adapter_shapes
     from stages.models import empty_model
 
-    try:
-        return sum(map(math.prod, adapter_shapes(empty_model(source), adapters).values()))
-    except Exception:  # reported for the model, or for model.lora
-        return None
+    return value_or_none(lambda: sum(map(math.prod, adapter_shapes(empty_model(source), adapters).values())))
 
 
 def parameters_of_source(source: str) -> int | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from stages.flow.declarations import Problem
+
+T = TypeVar("T")
 
 LONGEST_SUGGESTED = 64  # characters of a name that are compared with the allowed ones
 
@@ -29,3 +32,12 @@ def split_fix(message: str) -> tuple[str, str]:
     """Split ``what is wrong; what to do`` into its two parts."""
     wrong, _, fix = message.partition("; ")
     return wrong, fix
+
+
+def value_or_none(read: Callable[[], T]) -> T | None:
+    """Return what ``read`` returns, or None where it raises, as code and files that a recipe names may. Each of these has a
+    check that reports what is wrong with it; the other checks leave it out."""
+    try:
+        return read()
+    except Exception:
+        return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 from orchestration.recipe.model_files import KNOWN_MODELS
+from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.sections import (
     TLS_FILES,
     AlgorithmSection,
@@ -36,6 +37,13 @@ from pipeline.staleness import StalenessPlan
 from stages.adapters.options import AdapterOptions
 from stages.algorithms import build_algorithm
 from stages.prompts.options import PromptOptions
+
+PATHS = {  # keys that may have a path
+    "model": ("source", "reference"),
+    "critic": ("source",),
+    "prompts": ("path", "chat_template"),
+    "pipeline": TLS_FILES,
+}
 
 
 class Recipe(Section):
@@ -105,11 +113,8 @@ class Recipe(Section):
     @property
     def trains_critic(self) -> bool:
         """Whether the run has a critic with an engine and a worker of its own."""
-        try:
-            algorithm = build_algorithm(self.algorithm.name, self.algorithm.options)
-        except Exception:  # reported for the algorithm itself
-            return False
-        return algorithm.critic_algorithm() is not None
+        of = self.algorithm
+        return value_or_none(lambda: build_algorithm(of.name, of.options).critic_algorithm()) is not None
 
     @property
     def needs_reference(self) -> bool:
@@ -125,30 +130,13 @@ class Recipe(Section):
 
     def with_absolute_paths(self) -> Recipe:
         """Return the same recipe with absolute paths, so that it can be used from any folder."""
-        url = self.checkpoint.url
-        if url and "://" not in url:
-            url = str(Path(url).expanduser().resolve())  # a folder that the run makes
-        return self.model_copy(
-            update={
-                "model": self.model.model_copy(
-                    update={name: _absolute(getattr(self.model, name)) for name in ("source", "reference")}
-                ),
-                "critic": self.critic.model_copy(update={"source": _absolute(self.critic.source)}),
-                "prompts": self.prompts.model_copy(
-                    update={
-                        **{name: _absolute(getattr(self.prompts, name)) for name in ("path", "chat_template")},
-                        "sources": [
-                            source.model_copy(update={"path": _absolute(source.path)})
-                            for source in self.prompts.sources
-                        ],
-                    }
-                ),
-                "checkpoint": self.checkpoint.model_copy(update={"url": url}),
-                "pipeline": self.pipeline.model_copy(
-                    update={name: _absolute(getattr(self.pipeline, name)) for name in TLS_FILES}
-                ),
-            }
-        )
+        data = self.model_dump()
+        for section, names in PATHS.items():
+            for table in (data[section], *data[section].get("sources", ())):
+                table |= {name: _absolute(table[name]) for name in names if name in table}
+        if (url := self.checkpoint.url) and "://" not in url:
+            data["checkpoint"]["url"] = str(Path(url).expanduser().resolve())  # a folder that the run makes
+        return Recipe.model_validate(data)
 
     def to_json(self) -> str:
         return self.model_dump_json()

@@ -381,7 +381,7 @@ class PipelineSection(Section):
     index_serve: str = key(
         "",
         "Address of this machine, HOST or HOST:PORT, at which other machines reach an embedded index: with a password that "
-        "the run makes, and inside TLS with the tls_ keys. `join` in the run's index.json is its URL. Empty: none do.",
+        "the run makes (`join` and `token` in its index.json), and inside TLS with the tls_ keys. Empty: none do.",
         examples=["10.0.0.1", "10.0.0.1:6379"],
     )
     serve: str = key(
@@ -541,7 +541,7 @@ class LaunchSection(Section):
         "Restarts of one worker, or rank group, within `restart_window`; the next fails the run, or lets a rollout wait.",
     )
     restart_window: Seconds = key(3600.0, "How long a restart counts for `max_restarts`.")
-    startup_timeout: Seconds = key(300.0, "Longest time until all workers are ready.")
+    startup_timeout: Seconds = key(300.0, "Longest time until all workers are ready; of several rollout workers, one.")
     stop_timeout: Seconds = key(
         60.0,
         "When the run is stopped: time for workers to finish their claims, and for the trainer to write a checkpoint.",

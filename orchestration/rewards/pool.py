@@ -1,4 +1,5 @@
-"""The pool of processes that call a recipe's reward functions, so that what a function does harms its own samples alone.
+"""The reward functions of a recipe, as its reward stage and its evaluations call them, and the pool of processes that call
+them, so that what a function does harms its own samples alone.
 
     RewardSet ─ call ─▶ a free process ◀── forked by a light fork server; one that hangs, dies or is full is replaced
                 └ async ─▶ one process for all async functions, whose calls run at the same time
@@ -23,9 +24,12 @@ from typing import Any
 from orchestration.processes.forkserver import Child, Launch
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import FORKSERVER, Starter
+from orchestration.recipe.schema import Recipe
 from orchestration.rewards.process import LENGTH, Setup, packed
+from stages.prompts.tasks import HARMLESS
 from stages.rewards.calls import Arguments, Caller, CallFailed, Scores, selected, too_slow
 from stages.rewards.registry import RewardError
+from stages.rewards.stage import ErrorPolicy, RewardSet
 
 ENTRY = "orchestration.rewards.process"
 START_SECONDS = 120.0  # to import the functions
@@ -33,6 +37,30 @@ GRACE_SECONDS = 5.0  # in which the process of async functions reports that a ca
 END_SECONDS = 5.0  # until the exit code of a process that ended is known
 LOG_BYTES = 16 << 20  # of what functions print; then the file begins again
 ANSWER_BYTES = 16 << 20
+Takes = dict[str, tuple[list[str] | None, bool]]  # by function: its arguments (None: all), whether it is async
+
+
+def reward_pool(recipe: Recipe, log: Path) -> RewardPool | None:
+    """The pool of the reward functions that need one; None where there are none, or ``reward.processes`` is 0."""
+    section = recipe.reward
+    names = [function.name for function in section.functions if function.name not in HARMLESS]
+    if not names or not section.processes:
+        return None
+    return RewardPool(names, processes=section.processes, memory=section.memory, log=log)
+
+
+def reward_set(recipe: Recipe, pool: Caller | None = None) -> RewardSet:
+    """The reward functions of ``recipe`` and what is done when they fail. Without ``pool`` they run in this process."""
+    section = recipe.reward
+    policy = ErrorPolicy(section.timeout, section.retries, section.on_error, section.max_error_share)
+    return RewardSet([(function.name, function.weight) for function in section.functions], policy=policy, pool=pool)
+
+
+def droppers(recipe: Recipe) -> tuple[str, ...]:
+    """The functions whose failure drops a group, in the order of the column ``scores``; none where failures are handled
+    otherwise, or another program scores."""
+    drops = recipe.reward.on_error == "drop" and recipe.runs_stage("reward")
+    return tuple(function.name for function in recipe.reward.functions) if drops else ()
 
 
 class RewardPool(Caller):
@@ -42,9 +70,7 @@ class RewardPool(Caller):
     def __init__(self, names: Sequence[str], *, processes: int, memory: int, log: Path) -> None:
         self.parallel, self._names, self._memory, self._log = processes, tuple(names), memory, log
         self._starter: Starter | None = None
-        self._takes: dict[
-            str, tuple[list[str] | None, bool]
-        ] = {}  # the arguments of each function, whether it is async
+        self._takes: Takes = {}
         self._free: list[_RewardProcess] = []
         self._running: set[_RewardProcess] = set()
         self._slots, self._opening = asyncio.Semaphore(processes), asyncio.Lock()
@@ -151,7 +177,7 @@ class RewardPool(Caller):
 class _RewardProcess:
     """One process. Its answers are received by a task of its own, which ends with it."""
 
-    takes: dict[str, tuple[list[str] | None, bool]]
+    takes: Takes
 
     def __init__(self, child: Child | Process, stream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.ended = False
@@ -160,7 +186,7 @@ class _RewardProcess:
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._receiving: asyncio.Task[None] | None = None
 
-    def begin(self, takes: dict[str, tuple[list[str] | None, bool]]) -> None:
+    def begin(self, takes: Takes) -> None:
         self.takes = takes
         self._receiving = asyncio.create_task(self._receive_answers())
 

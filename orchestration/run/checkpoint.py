@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestration.run.storage.store import CheckpointStore, sync
 from stages.threads import run_in_thread
 
 if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that read or write one import it
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that r
     from stages.models import Tokenizer
 
 TRAIN, MODEL, CRITIC = "train", "model", "critic"
+BEGUN = ".begun"  # a file in a checkpoint that is being written; ranks that do not see it are on other disks
 PULLS = 3  # attempts to copy a checkpoint from its URL that is removed meanwhile
 LEAST_FREE = 1 << 20  # bytes; a disk with less is full
 _NAME = "step-{:08d}"
@@ -102,7 +104,8 @@ def begin(directory: Path, version: int) -> Path:
     clean(directory)
     partial = directory / f".{_NAME.format(version)}.partial"
     partial.mkdir(parents=True)
-    _sync(directory.parent)
+    (partial / BEGUN).touch()
+    sync(directory.parent)
     return partial
 
 
@@ -141,20 +144,21 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 class Writer:
     """Writes checkpoints of one rank's ``engine`` beside its training, one at a time, from a copy in host memory that it
-    keeps: the size of the engine's state on this rank. All ranks make the same calls."""
+    keeps: the size of the engine's state on this rank. All ranks make the same calls. A rank on another disk than the
+    folder of the checkpoint copies what it writes to ``url``, where rank 0 fetches it."""
 
-    def __init__(self, engine: TrainEngine, rank: int = 0) -> None:
-        self._engine, self._rank = engine, rank
+    def __init__(self, engine: TrainEngine, rank: int = 0, url: str = "") -> None:
+        self._engine, self._rank, self._url = engine, rank, url
         self._copy: dict[str, Any] = {}
         self._writing: asyncio.Future[None] | None = None
 
-    async def begin(self, partial: Path) -> asyncio.Future[None]:
-        """Copy the engine's state as it is now, and write it into ``partial`` in a thread. On rank 0 the future is done
-        when the files of all ranks are written. Waits for the writing before, and raises its error."""
+    async def begin(self, partial: Path, part: str = "") -> asyncio.Future[None]:
+        """Copy the engine's state as it is now, and write it into ``part`` of ``partial`` in a thread. On rank 0 the future
+        is done when the files of all ranks are written. Waits for the writing before, and raises its error."""
         if self._writing is not None:
             await self._writing
         await asyncio.to_thread(self.copy)
-        self._writing = run_in_thread(lambda: self.write(partial), "checkpoint")
+        self._writing = run_in_thread(lambda: self.write(partial, part), "checkpoint")
         return asyncio.shield(self._writing)
 
     async def close(self) -> None:
@@ -176,16 +180,34 @@ class Writer:
         if pinned:
             torch.accelerator.synchronize()
 
-    def write(self, partial: Path) -> None:
-        """Write the copy into ``partial``: each rank its shard, in a process group of the engine's for this alone."""
+    def write(self, partial: Path, part: str = "") -> None:
+        """Write the copy into ``part`` of ``partial``: each rank its shard, in a process group of the engine's for this
+        alone."""
         import torch.distributed.checkpoint as dcp
 
         state, is_sharded = self._copy, _sharded(self._copy)
+        store = CheckpointStore(self._url) if self._url else None
+        elsewhere = None if (partial / BEGUN).exists() else store
+        train, model = (str(Path(part) / name) for name in (TRAIN, MODEL))
+
+        class Files(dcp.FileSystemWriter):
+            def write_data(self, plan: Any, planner: Any) -> Any:
+                written = super().write_data(plan, planner)  # it is done
+                if elsewhere:
+                    elsewhere.stage(partial, train)
+                return written
+
         group = getattr(self._engine, "checkpoint_group", None)
         with _no_warning():
-            dcp.save(state, checkpoint_id=partial / TRAIN, process_group=group, no_dist=not is_sharded)
-        if self._rank == 0:  # by now all shards are written
-            self._engine.save_pretrained(partial / MODEL, _Whole(state, partial / TRAIN) if is_sharded else state)
+            dcp.save(state, storage_writer=Files(partial / train), process_group=group, no_dist=not is_sharded)
+        if self._rank == 0:  # by now all shards are written, and staged
+            if store:
+                store.fetch_staged(partial)
+            self._engine.save_pretrained(partial / model, _Whole(state, partial / train) if is_sharded else state)
+            if elsewhere:
+                elsewhere.stage(partial, part)
+        if elsewhere:
+            shutil.rmtree(partial / train, ignore_errors=True)
 
 
 class _Whole(Mapping[str, Any]):
@@ -230,12 +252,13 @@ def finish(
     for model in (partial / MODEL, partial / CRITIC / MODEL):
         if model.is_dir():
             tokenizer.save_pretrained(model)
+    (partial / BEGUN).unlink(missing_ok=True)
     (partial / "run.json").write_text(json.dumps({"version": version, **index_state}, indent=1))
     for path in (*partial.rglob("*"), partial):
-        _sync(path)
+        sync(path)
     _remove(final)
     os.replace(partial, final)
-    _sync(directory)
+    sync(directory)
     for old in whole(directory)[:-keep]:
         _remove(old)
     return open_checkpoint(final)
@@ -247,15 +270,6 @@ def _remove(checkpoint: Path) -> None:
     with suppress(FileNotFoundError):
         os.rename(checkpoint, removed)
     shutil.rmtree(removed, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the list of a folder's files, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sharded(state: Any) -> bool:
@@ -289,8 +303,6 @@ def newest(directory: Path, url: str, known: int = -1, parts: Sequence[str] = ()
     lacks = found is None or found.version < known or any(not (found.path / part).exists() for part in parts)
     if not url or (known >= 0 and not lacks):
         return found
-    from orchestration.run.storage.store import CheckpointStore
-
     store = CheckpointStore(url)
     for _ in range(PULLS):
         names = store.names()

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from stages.engines.torch.critic import TorchCriticEngine
     from stages.engines.torch.rollout import TorchRolloutEngine
     from stages.inference.teacher import TeacherOptions
-    from stages.weights.collective import Credentials
 
 # Making a model draws from torch's global generator: two threads of an inline run would disturb each other.
 _LOADING = threading.Lock()
@@ -145,9 +144,8 @@ def rollout_engine(
             return _torch_rollout(devices.select(rollout.device), recipe, version, weights)
         case "vllm":
             own = shared or Path(tempfile.mkdtemp(prefix="asyncdock-rollout-", dir=shared_memory_directory()))
-            credentials = _credentials(recipe, shared.parent if shared else own, secret)
             try:
-                return _vllm_rollout(own, recipe, version, weights, credentials)
+                return _vllm_rollout(own, recipe, version, weights, secret, depot=shared.parent if shared else own)
             except BaseException:  # once the engine exists, its close removes the folder
                 shutil.rmtree(own, ignore_errors=True)
                 raise
@@ -156,7 +154,7 @@ def rollout_engine(
             from stages.engines.mock.options import MockRolloutOptions
 
             options = {"max_rows": rollout.max_rows, "vocabulary": len(tokenizer_of(recipe)), **rollout.mock}
-            return MockRolloutEngine(MockRolloutOptions(**options), version=version)
+            return MockRolloutEngine(MockRolloutOptions(**options), version=version, weights=weights)
     engine: RolloutEngine = _by_factory("rollout", recipe, RolloutEngine, version=version, weights=weights)
     return engine
 
@@ -217,20 +215,12 @@ def _first_adapters(recipe: Recipe, weights: Path | None) -> dict[str, torch.Ten
     return load_adapter(weights.with_name(ADAPTER), getattr(torch, recipe.model.dtype))
 
 
-def _credentials(recipe: Recipe, shared: Path, secret: bytes) -> Credentials:
-    """What vLLM's worker needs to read weights through the depot in ``shared``."""
-    from stages.weights.collective import Credentials
-
-    files = (recipe.pipeline.tls_certificate, recipe.pipeline.tls_key, recipe.pipeline.tls_authority)
-    return Credentials(secret, shared, files if files[0] else None)
-
-
 def _vllm_rollout(
-    shared: Path, recipe: Recipe, version: int, weights: Path | None, credentials: Credentials
+    shared: Path, recipe: Recipe, version: int, weights: Path | None, secret: bytes, *, depot: Path
 ) -> RolloutEngine:
     from stages.engines.vllm.rollout import VllmCollectiveEngine, VllmRolloutEngine
 
-    rollout = recipe.rollout
+    rollout, pipeline = recipe.rollout, recipe.pipeline
     first = _first_adapters(recipe, weights)
     weights = _base(recipe, weights)
     folder = weights or shared / "model"
@@ -245,8 +235,10 @@ def _vllm_rollout(
         options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
     if recipe.sync.transport == "collective" and recipe.adapters is None:
-        engine = VllmCollectiveEngine
-        credentials.write(shared)
+        from stages.weights.collective import Credentials
+
+        engine, files = VllmCollectiveEngine, (pipeline.tls_certificate, pipeline.tls_key, pipeline.tls_authority)
+        Credentials(secret, depot, files if files[0] else None).write(shared)
     return engine(
         folder,
         shared=shared,
@@ -386,9 +378,9 @@ def swaps_at_once(recipe: Recipe) -> int:
 
 
 def weight_reader(recipe: Recipe, shared: Path, secret: bytes) -> Reader:
-    """Make what a rollout engine reads published weights from. ``shared``: the folder in shared memory of the run's workers
-    on this node."""
-    if recipe.sync.transport == "shared_memory":
+    """Make what a rollout engine reads published weights from: one copy that all engines of the node map, or where there is
+    one engine a copy of its own. ``shared``: the folder in shared memory of the run's workers on this node."""
+    if recipe.sync.transport == "shared_memory" and recipe.replicas == 1:
         return WeightStore(shared)
     from stages.weights.depot import Depot
 

@@ -18,7 +18,9 @@ import os
 import platform
 import shutil
 import signal
+import sys
 import uuid
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -26,6 +28,8 @@ import msgpack
 import structlog
 
 from orchestration.elastic.scale import leaves, request_leave
+from orchestration.logs import configure
+from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import DevicePool, on_this_node
 from orchestration.recipe.flow import flow_of
@@ -34,28 +38,37 @@ from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import kind_of, remote_workers
 from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, REWINDS, ProcessLauncher, Pulse, beat
 from orchestration.run.paths import HOST_VARIABLE, RunPaths
-from orchestration.run.run import RECIPE, owned_prefix, sweep_leftovers
+from orchestration.run.run import RECIPE, sweep_leftovers
 from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
-from pipeline.index.client import Index, IndexUnreachable
-from pipeline.node import node_id
+from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
+from pipeline.node import node_id, owned_prefix
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 
 log = structlog.get_logger()
 
 HEAD_LOST_SECONDS = 60.0  # without a sign of life of the run's head, its hosts end
+LOOK_SECONDS = 1.0  # between two looks at a run that has not begun
 
 
 class Host:
     """Starts up to ``workers`` workers of the run ``run`` on this machine, with their logs in the run's folder, or where
     that is not here in ``folder``. ``serve``: the address of its warehouse (0.0.0.0: announced is the one that leads to the
-    index). No other host of the run has the ``name``."""
+    index). No other host of the run has the ``name``. ``forks`` forks the workers; by default it starts one."""
 
     def __init__(
-        self, url: str, run: str, folder: Path, *, workers: int = 1, serve: str = "0.0.0.0", name: str = ""
+        self,
+        url: str,
+        run: str,
+        folder: Path,
+        *,
+        workers: int = 1,
+        serve: str = "0.0.0.0",
+        name: str = "",
+        forks: ForkServer | None = None,
     ) -> None:
-        self._url, self._folder, self._workers, self._serve = url, folder, workers, serve
+        self._url, self._folder, self._workers, self._serve, self._forks = url, folder, workers, serve, forks
         self._index = Index(url, run)
         self.name = name or f"host-{uuid.uuid4().hex[:6]}"
         self._shared = False  # the run's folder is here too
@@ -83,9 +96,15 @@ class Host:
         """Join the run and work. Returns whether to join it again: it was rewound, and what it had here is gone."""
         async with AsyncExitStack() as stack:
             rewinds = await self._index.get(REWINDS)
-            recipe_json, paths_json = await self._index.get("recipe"), await self._index.get("place")
-            if recipe_json is None or paths_json is None:
-                raise LookupError(f"run: {self._index.run!r} is not in this index; give the id of a run that is")
+            while (recipe_json := await self._index.get("recipe")) is None or (
+                paths_json := await self._index.get("place")
+            ) is None:
+                state, _, marker = await self._index.state()
+                if not state or state in ENDED:
+                    raise LookupError(f"run: {self._index.run!r} is not in this index; give the id of a run that is")
+                if stop.is_set():
+                    return False
+                await self._index.wait("state", marker, LOOK_SECONDS)  # a service has not begun it yet
             recipe, paths = Recipe.from_json(recipe_json), RunPaths.from_json(paths_json)
             self._index_is_heads = bool(recipe.pipeline.index_serve)
             if not remote_workers(recipe):
@@ -109,15 +128,14 @@ class Host:
             await dock.join(recipe.pipeline.arena)
             self._moved = False
             address = await dock.serve(self._serve)
+            self._has_url = bool(paths.url)
             self._shared = (paths.out / RECIPE).is_file()  # by a network file system
             out = paths.out if self._shared else self._folder / self._index.run  # other runs may use the folder too
             out.mkdir(parents=True, exist_ok=True)
             own = {"name": self.name, "warehouse": node_id(shared), "out": str(out), "shared": str(shared)}
             method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
             logs = (out if self._shared else self._folder) / "logs"
-            launcher = ProcessLauncher(
-                logs, method, devices=self._devices.given, environment={HOST_VARIABLE: json.dumps(own)}
-            )
+            launcher = ProcessLauncher(logs, method, self._forks, self._devices.given, {HOST_VARIABLE: json.dumps(own)})
             stack.callback(launcher.close)
             await self._index.put(f"warehouse:{self.name}", node_id(shared))
             await self._emit("ready")
@@ -215,8 +233,11 @@ class Host:
         log.info("worker starts", worker=name)
         life, code = None, None
         try:
-            if kind_of(kind).rank_group and not self._shared:
-                refused = "writes checkpoints, and this host does not have the run's folder; mount it at the same path"
+            if kind_of(kind).rank_group and not self._shared and not self._has_url:
+                refused = (
+                    "writes checkpoints, and this host does not have the run's folder; set checkpoint.url, or mount the "
+                    "folder at the same path"
+                )
                 await self._index.put(f"reason:{name}", f"{kind}-{number}: {refused}")
                 code = EXIT_FATAL
                 return
@@ -240,3 +261,25 @@ class Host:
         after = ""
         while await self._index.get(f"end:{name}") is None:
             after = await self._index.woken(HOSTS, after, LOST_SECONDS)
+
+
+def forked(arguments: Sequence[str]) -> None:
+    """Run :func:`main` in a child of a fork server; the host's workers are forked from a copy of it."""
+    forks = ForkServer.within()
+    try:
+        main(arguments, forks)
+    finally:
+        forks.close()
+
+
+def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None) -> None:
+    """The process of a host of a cluster, whose workers are those that are placed on it. ``arguments``: the run, the host's
+    folder and name."""
+    run, folder, name = arguments or sys.argv[1:]
+    configure(terminal=False)
+    host = Host(os.environ[INDEX_VARIABLE], run, Path(folder), workers=sys.maxsize, name=name, forks=forks)
+    asyncio.run(host.run(asyncio.Event()))
+
+
+if __name__ == "__main__":
+    main()

@@ -66,11 +66,11 @@ _ALL = (
         elastic=True,
     ),
     # reward workers beside that of `flow`
-    WorkerKind("reward", f"{_BUILDERS}.reward:RewardJob", lambda recipe: range(1, recipe.reward.workers)),
+    WorkerKind("reward", f"{_BUILDERS}.one_stage:RewardJob", lambda recipe: range(1, recipe.reward.workers)),
     # logprobs of the frozen reference policy
     WorkerKind(
         "reference",
-        f"{_BUILDERS}.reference:ReferenceJob",
+        f"{_BUILDERS}.one_stage:ReferenceJob",
         lambda recipe: range(int(recipe.needs_reference)),
         computes=True,
     ),
@@ -93,7 +93,7 @@ _ALL = (
         computes=True,
     ),
     # a stage that the recipe names; its workers go by the stage's name
-    WorkerKind("stage", f"{_BUILDERS}.stage:StageJob", lambda recipe: range(sum(s.workers for s in recipe.stages))),
+    WorkerKind("stage", f"{_BUILDERS}.one_stage:StageJob", lambda recipe: range(sum(s.workers for s in recipe.stages))),
 )
 KINDS = {kind.name: kind for kind in _ALL}
 

@@ -13,7 +13,6 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -22,8 +21,10 @@ import structlog
 
 from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.processes.starter import Starter
-from orchestration.recipe.devices import Devices
+from orchestration.recipe.devices import Devices, assign, on_this_node
+from orchestration.recipe.schema import Recipe
 from orchestration.run.exit_codes import EXIT_FAILED
+from orchestration.run.kinds import remote_workers
 from pipeline.events import WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index
@@ -60,6 +61,9 @@ class Life(Protocol):
 class Launcher(Protocol):
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life: ...
 
+    def rescale(self, recipe: Recipe) -> None:
+        """Launch the workers of ``recipe`` from now on."""
+
     def close(self) -> None:
         """Launch nothing more, and end the workers that are still alive."""
 
@@ -79,6 +83,9 @@ class InlineLife:
 
 
 class InlineLauncher:
+    def rescale(self, recipe: Recipe) -> None:
+        """Does nothing: it launches any worker."""
+
     def close(self) -> None:
         """Does nothing: its workers end by themselves, or are killed one by one."""
 
@@ -116,6 +123,9 @@ class ProcessLauncher:
             f"asyncdock worker {kind}-{number} of {run}",
         )
         return await self._starter.start(launch)
+
+    def rescale(self, recipe: Recipe) -> None:
+        self._devices = assign(recipe, on_this_node())
 
     def close(self) -> None:
         self._starter.close()
@@ -157,16 +167,8 @@ class Hosts(Protocol):
     def lost(self, host: str) -> str:
         """Returns why ``host`` has ended; "" while it has not."""
 
-
-@dataclass(frozen=True)
-class LostHost:
-    """A host that was lost, for all of its workers."""
-
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"its host {self.name} was lost: {self.reason}"
+    def rescale(self, recipe: Recipe) -> None:
+        """Place the workers of ``recipe`` from now on."""
 
 
 class RemoteLauncher:
@@ -203,21 +205,27 @@ class RemoteLauncher:
             self._orders += 1
         return host
 
+    def rescale(self, recipe: Recipe) -> None:
+        self.remote |= remote_workers(recipe)
+        if self.hosts is not None:
+            self.hosts.rescale(recipe)
+        self._local.rescale(recipe)
+
     def lost(self, host: str) -> str:
         """Returns why ``host`` has ended without ending its workers; "" where that is not known."""
         return self._lost.get(host, "") or (self.hosts.lost(host) if self.hosts else "")
 
-    async def lose(self, host: LostHost) -> None:
+    async def lose(self, host: str, reason: str) -> None:
         """``host`` has ended without ending its workers. Its samples are made again; one event reports it."""
-        if host.name in self._lost:
+        if host in self._lost:
             return
-        self._lost[host.name] = host.reason
-        log.warning("host lost", host=host.name, reason=host.reason)
-        warehouse = await self.index.get(f"warehouse:{host.name}")
+        self._lost[host] = reason
+        log.warning("host lost", host=host, reason=reason)
+        warehouse = await self.index.get(f"warehouse:{host}")
         for record in await self.index.warehouses():
             if record.name == warehouse:
                 await self.index.suspect_warehouse(record.number, 0.0)
-        await self.index.emit(WorkerEvent(stage="host", worker=host.name, change="died", reason=host.reason))
+        await self.index.emit(WorkerEvent(stage="host", worker=host, change="died", reason=reason))
 
     def close(self) -> None:
         """Give no more signs of life: hosts end. Its workers end by themselves before, or are ended one by one."""
@@ -229,7 +237,7 @@ class RemoteLife:
     """The life of a worker on a host."""
 
     def __init__(self, launcher: RemoteLauncher, worker: Worker, name: str) -> None:
-        self.pid, self.orphaned = 0, cast("LostHost | None", None)
+        self.pid, self.orphaned = 0, cast("str | None", None)
         self._launcher, self._index, self._worker, self._name = launcher, launcher.index, worker, name
         self._end = asyncio.Event()
         self._following = asyncio.create_task(self._follow(), name=f"life of {name}")
@@ -247,26 +255,25 @@ class RemoteLife:
             if self._end.is_set() and not ordered:
                 ordered = True
                 await order_end(self._index, self._name)
-            taken = await self._index.put_once(f"host:{self._name}", HEAD) if ordered else await self._host()
+            key = f"host:{self._name}"
+            taken = await (self._index.put_once(key, HEAD) if ordered else self._index.get(key)) or ""
             if taken == HEAD:  # no host has taken the order, and none will
                 return -signal.SIGKILL
             pulse = pulse or Pulse(self._index) if taken else None
-            reason = self._launcher.lost(taken or placed or "")
+            host = taken or placed or ""
+            reason = self._launcher.lost(host)
             if not reason and pulse is not None and await pulse.silent(taken) > LOST_SECONDS:
                 reason = f"no sign of life for {LOST_SECONDS:.0f} s"
             if reason:
-                self.orphaned = LostHost(taken or placed, reason)
+                self.orphaned = f"its host {host} was lost: {reason}"
                 await order_end(self._index, self._name)
-                await self._launcher.lose(self.orphaned)
+                await self._launcher.lose(host, reason)
                 return -signal.SIGKILL
             woken = await first_of(
                 self._index.woken(HOSTS, after, BEAT_SECONDS), *(() if ordered else (self._end.wait(),))
             )
             after = woken[0] or after
         return int(code)
-
-    async def _host(self) -> str:
-        return await self._index.get(f"host:{self._name}") or ""
 
 
 async def order_end(index: Index, name: str) -> None:

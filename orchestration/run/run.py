@@ -24,7 +24,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -32,16 +31,13 @@ import stamina
 import structlog
 
 from orchestration.cluster.ray_hosts import RayHosts
-from orchestration.elastic.autoscale import Autoscaler
 from orchestration.elastic.budget import RestartBudget
-from orchestration.elastic.scale import SCALE, scaled
-from orchestration.guard.guard import Guard
-from orchestration.guard.watch import GuardWatch, options_of
+from orchestration.elastic.scale import SCALE
 from orchestration.private_files import write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
-from orchestration.recipe.devices import Devices, assign, on_this_node
+from orchestration.recipe.devices import assign, on_this_node
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.load import change_recipe
 from orchestration.recipe.planner import notices_of
@@ -49,7 +45,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import LaunchSection
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
-from orchestration.run.kinds import remote_workers, workers_of
+from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import REWINDS, InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
 from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import RunPaths
@@ -58,10 +54,10 @@ from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import CHECKPOINT_REPORTED, LIVE
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
-from pipeline.index.address import Address
+from pipeline.index.address import Address, split_password
 from pipeline.index.client import EVALUATED, OWN_ADDRESS, Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex, served_by_tls
-from pipeline.node import process_space
+from pipeline.node import owned_prefix
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.flow.graph import document
 from stages.threads import run_in_thread
@@ -109,7 +105,6 @@ class Run:
         self.shared = shared_memory_directory() / f"{owned_prefix(os.getpid())}{self.id}"
         if hosted:  # a runner that takes the run over must find its memory
             self.shared = shared_of(self.out_dir)
-        self._devices: dict[tuple[str, int], Devices] = {}
         self._hosted, self._lock, self._store_url = bool(hosted), lock, ""
         self.evaluated: int | None = (
             None  # the newest version that was, of a resumed run; None: the one before its start
@@ -177,7 +172,7 @@ class Run:
         """Run to the end in the index at ``url``, from wherever the run stands. Its samples stay in shared memory and in the
         index until the service removes them; no process stays behind. Cancelling ends all workers at once, and changes
         nothing else: the run can be taken over. Raises RunLocked when a former runner does not let go of the folder."""
-        launcher = _launcher(self.recipe, self.out_dir, self.forks, self._devices)
+        launcher = _launcher(self.recipe, self.out_dir, self.forks)
         try:
             await self._take_lock()
             return await self._work(url, stop or asyncio.Event(), launcher)
@@ -189,7 +184,7 @@ class Run:
         """Run to the end, or until ``stop`` is set. Whatever happens, no process and no shared memory stays behind, and a
         run that cannot go on has failed, with its reason. Cancelling ends everything at once."""
         began = time.monotonic()
-        launcher = _launcher(self.recipe, self.out_dir, self.forks, self._devices)
+        launcher = _launcher(self.recipe, self.out_dir, self.forks)
         sockets = Path(tempfile.mkdtemp(prefix=owned_prefix(os.getpid())))
         try:
             try:
@@ -251,7 +246,8 @@ class Run:
         # For programs that watch the run. The URL may hold a password.
         address = self.server.address if self.server is not None else None
         join = address.url if address else url
-        where = {"index": url, "run": self.id, "hosted": self._hosted, "join": join}
+        without, token = split_password(join)
+        where = {"index": url, "run": self.id, "hosted": self._hosted, "join": without, "token": token}
         write_private(self.out_dir / WHERE, json.dumps(where))
         self._up.set()
         for notice in notices_of(self.recipe):
@@ -290,23 +286,10 @@ class Run:
     async def _supervise(self, stop: asyncio.Event, launcher: Launcher, hosts: RayHosts | None) -> Outcome:
         assert self._index is not None
         remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe), hosts)
-
-        self.supervisor = Supervisor(
-            self._index,
-            remote,
-            workers_of(self.recipe),
-            self.recipe.launch,
-            steps=self.recipe.train.steps,
-            begins=self.begins,
-            guard=GuardWatch(self._index, Guard(options_of(self.recipe)), self.recipe.guard.on_alarm),
-            rescale=partial(_rescale, self.recipe, remote, hosts, self._devices),
-        )
+        self.supervisor = Supervisor(self._index, remote, self.recipe, begins=self.begins)
         try:
             await remote.begin()
-            scale = self.recipe.launch.autoscale
-            scaling = [Autoscaler(self._index, scale, self.recipe.rollout.workers).run()] if scale.max else []
-            outcome, *_ = await first_of(self.supervisor.run(stop), *scaling)
-            return cast(Outcome, outcome)
+            return await self.supervisor.run(stop)
         finally:
             remote.close()
 
@@ -462,12 +445,6 @@ def _refuse_hosted(out_dir: Path) -> None:
         )
 
 
-def owned_prefix(pid: int) -> str:
-    """Returns how the names of the temporary folders of process ``pid`` begin. Containers may share them, and number their
-    processes alike."""
-    return f"asyncdock-{pid}-{process_space()[:6]}-"
-
-
 def sweep_leftovers() -> None:
     """Remove what killed runs have left in shared memory, and the socket directories of their indexes."""
     for parent in (shared_memory_directory(), Path(tempfile.gettempdir())):
@@ -479,27 +456,10 @@ def sweep_leftovers() -> None:
                 log.info("removed what a killed run left behind", folder=str(folder))
 
 
-def _launcher(recipe: Recipe, out: Path, forks: ForkServer | None, devices: dict[tuple[str, int], Devices]) -> Launcher:
-    """Returns what starts the workers of this machine; ``devices`` gets those of each worker."""
+def _launcher(recipe: Recipe, out: Path, forks: ForkServer | None) -> Launcher:
+    """Returns what starts the workers of this machine."""
     if recipe.launch.launcher == "inline":
         return InlineLauncher()
-    devices.update(assign(recipe, on_this_node()))
     # vLLM brings processes and threads of its own, and has not been tried in a fork.
     method = SPAWN if recipe.rollout.engine == "vllm" else recipe.launch.start_method
-    return ProcessLauncher(out / "logs", method, forks, devices)
-
-
-def _rescale(
-    recipe: Recipe,
-    remote: RemoteLauncher,
-    hosts: RayHosts | None,
-    devices: dict[tuple[str, int], Devices],
-    rollouts: int,
-) -> list[tuple[str, int]]:
-    """Returns the workers of a run that has ``rollouts`` rollout workers, and prepares its launchers for them."""
-    recipe = scaled(recipe, rollouts)
-    remote.remote |= remote_workers(recipe)
-    if hosts is not None:
-        hosts.rescale(recipe)
-    devices.update(assign(recipe, on_this_node()))
-    return workers_of(recipe)
+    return ProcessLauncher(out / "logs", method, forks, assign(recipe, on_this_node()))

@@ -27,28 +27,30 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import structlog
 
+from orchestration.elastic.autoscale import follow_load
 from orchestration.elastic.budget import RestartBudget
-from orchestration.elastic.scale import SCALE, leaves, request_leave
+from orchestration.elastic.scale import SCALE, leaves, request_leave, scaled
+from orchestration.guard.guard import Guard
 from orchestration.guard.liveness import Liveness
-from orchestration.guard.waiting import shown
-from orchestration.guard.watch import GuardFailed, GuardWatch
-from orchestration.recipe.sections import LaunchSection
+from orchestration.guard.watch import GuardFailed, GuardWatch, options_of
+from orchestration.recipe.schema import Recipe
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
-from orchestration.run.kinds import kind_of
+from orchestration.run.kinds import WorkerKind, kind_of, workers_of
 from orchestration.run.launchers import Launcher, Life, Unplaceable
 from orchestration.service.registry import LIVE
 from pipeline.events import WorkerEvent
-from pipeline.first_of import first_of
+from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import ENGINES, TAKEN, Index, worker_name
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 Worker = tuple[str, int]  # kind and number
 STOPPED = "stopped by request"
 REWIND = "rewind"  # outcome of a supervisor whose run another one continues from the newest checkpoint
@@ -71,41 +73,48 @@ class _Rewind(Exception):
     """The run can go on from its newest checkpoint alone."""
 
 
-class Supervisor:
-    """Runs ``workers``, (kind, number) each, until the work is done, ``stop`` is set, or it cannot go on. ``rescale``
-    returns the workers of the run for a number of rollout workers, and prepares the launcher for them."""
+@dataclass(eq=False)
+class _Group:
+    """A rank group: workers that start and end together. Most groups have one worker. ``first``: the one that it goes by;
+    ``names`` and ``lives``: of the present processes."""
 
-    def __init__(
-        self,
-        index: Index,
-        launcher: Launcher,
-        workers: Sequence[Worker],
-        launch: LaunchSection,
-        *,
-        steps: int,
-        begins: int,
-        guard: GuardWatch | None = None,
-        rescale: Callable[[int], Sequence[Worker]] | None = None,
-    ) -> None:
-        self.guard = guard
-        self.index, self.launcher, self.workers, self.launch = index, launcher, list(workers), launch
-        self.steps, self.begins, self.restarts = steps, begins, 0
-        self._rescale = rescale or (lambda _: self.workers)
-        self._lives: dict[Worker, Life] = {}
-        self._liveness = Liveness(index, launch, self._record_unplaced)
-        self._budgets: dict[Worker, RestartBudget] = {}
-        self._keepers: dict[Worker, asyncio.Task[None]] = {}  # by the first worker of a rank group
-        self._absent: set[Worker] = set()  # wait until their budgets allow a restart
-        self._leaving: dict[Worker, asyncio.Task[None]] = {}
-        self._asked, self._asked_at = 0, ""  # rollout workers, and the position of the topic of SCALE
-        self._not_started: dict[Worker, str] = {}  # the last reason
+    workers: list[Worker]
+    budget: RestartBudget
+    keeper: asyncio.Task[None]
+    names: dict[Worker, str] = field(default_factory=dict)
+    lives: dict[Worker, Life] = field(default_factory=dict)
+    is_absent: bool = False  # waits for its budget, or for a host, and the run goes on without it
+    is_leaving: bool = False
+    not_started: str = ""  # why it failed before its first work, at the last attempt
+
+    @property
+    def first(self) -> Worker:
+        return self.workers[0]
+
+    @property
+    def kind(self) -> WorkerKind:
+        return kind_of(self.first[0])
+
+
+class Supervisor:
+    """Runs the workers of ``recipe`` until the work is done, ``stop`` is set, or it cannot go on. ``begins``: optimizer
+    steps that were made before."""
+
+    def __init__(self, index: Index, launcher: Launcher, recipe: Recipe, *, begins: int) -> None:
+        self.index, self.launcher, self.recipe, self.launch = index, launcher, recipe, recipe.launch
+        self.workers, self.begins, self.restarts = workers_of(recipe), begins, 0
+        self.guard = GuardWatch(index, Guard(options_of(recipe)), recipe.guard.on_alarm)
+        self._groups: dict[Worker, _Group] = {}  # by their first workers
+        self._liveness = Liveness(index, recipe.launch, self._record_unplaced)
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self._stopping = False
         self._unready = {_shown(worker) for worker in self.workers}  # of the workers that were launched first
         self._began = "0"  # the last event before those of this supervisor
 
     def pids(self) -> dict[str, int]:
         """Returns the process of each worker, by ``KIND-NUMBER``."""
-        return {_shown(worker): life.pid for worker, life in self._lives.items()}
+        return {_shown(worker): life.pid for group in self._groups.values() for worker, life in group.lives.items()}
 
     async def run(self, stop: asyncio.Event) -> Outcome:
         await self.index.transition(["created"], "starting")
@@ -120,9 +129,11 @@ class Supervisor:
             outcome = Outcome("failed", f"{type(error).__name__}: {error}")
         finally:
             self._stopping = True
-            for life in self._lives.values():
+            await cancel_all(*self._tasks)
+            lives = [life for group in self._groups.values() for life in group.lives.values()]
+            for life in lives:
                 life.end()
-            await asyncio.gather(*(life.wait() for life in self._lives.values()), return_exceptions=True)
+            await asyncio.gather(*(life.wait() for life in lives), return_exceptions=True)
         if outcome.state != REWIND:
             await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
         return outcome
@@ -132,236 +143,234 @@ class Supervisor:
         if (await self.index.state())[0] == "stopping":  # requested before anything was launched
             return Outcome("stopped", STOPPED)
         _, self._began = await self.index.event_ends()
-        if self.guard is not None:
-            await self.guard.begin()
-        self._keepers = keepers = {
-            group[0]: asyncio.create_task(self._keep(group)) for group in _rank_groups(self.workers)
-        }
+        await self.guard.begin()
+        for workers in _rank_groups(self.workers):
+            self._add(workers)
         await self._record_engines()
-        stopping = asyncio.create_task(first_of(stop.wait(), _stop_requested(self.index)))
-        watchers: list[asyncio.Task[Any]] = [
-            stopping,
-            asyncio.create_task(self._start()),
-            asyncio.create_task(self._liveness.run()),
-        ]
-        guarding = asyncio.create_task(self.guard.run()) if self.guard is not None else None
-        watchers += [guarding] if guarding is not None else []
+        stopping = self._begin(first_of(stop.wait(), _stop_requested(self.index)))
+        guarding = self._begin(self.guard.run())
+        for work in (self._start(), self._liveness.run(), self._scale()):
+            self._begin(work)
+        if self.launch.autoscale.max:
+            self._begin(follow_load(self.index, self.recipe))
         trained = None
-        if not any(kind_of(kind).rank_group for kind, _ in keepers):  # another program trains
-            watchers.append(trained := asyncio.create_task(_last_published(self.index, self.steps)))
-        scaling = asyncio.create_task(self._scale())
-        watchers.append(scaling)
-        try:
-            while True:
-                pending = {task for task in (*keepers.values(), *watchers) if not task.done()}
-                ended, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    if not task.cancelled():  # an absent worker left
-                        task.result()
-                if scaling.done():  # `keepers` may have changed
-                    watchers[-1] = scaling = asyncio.create_task(self._scale())
-                if self._work_is_done() and (trained is None or trained.done()):
-                    outcome = Outcome("finished")
-                    break
-                if stopping.done():
-                    outcome = Outcome("stopped", STOPPED)
-                    break
-            await self._stop(list(keepers.values()))
-            if guarding is not None and self.guard is not None:  # the last step is judged too
-                await self.guard.catch_up()
-                if guarding.done():
-                    guarding.result()
-            return outcome
-        finally:
-            tasks = [*keepers.values(), *self._leaving.values(), *watchers]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        if not any(group.kind.rank_group for group in self._groups.values()):  # another program trains
+            trained = self._begin(_last_published(self.index, self.recipe.train.steps))
+        is_done = False
+        while not is_done and not stopping.done():
+            ended = await self._ended.get()
+            if not ended.cancelled():  # an absent worker left
+                ended.result()
+            is_done = self._work_is_done() and (trained is None or trained.done())
+        await self._stop()
+        await self.guard.catch_up()  # the last step is judged too
+        if guarding.done():
+            guarding.result()
+        return Outcome("finished") if is_done else Outcome("stopped", STOPPED)
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``work`` beside the rest of the supervision. Its failure is the supervision's."""
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+        task.add_done_callback(self._ended.put_nowait)
+        return task
+
+    def _add(self, workers: list[Worker]) -> None:
+        """Launch a further rank group, and keep it alive."""
+        first, budget = workers[0], RestartBudget(self.launch.max_restarts, self.launch.restart_window)
+        self._groups[first] = _Group(workers, budget, self._begin(self._keep(first)))
 
     def _work_is_done(self) -> bool:
-        work = {worker: task for worker, task in self._keepers.items() if kind_of(worker[0]).ends_by_itself}
-        return all(task.done() or worker in self._absent for worker, task in work.items())
+        work = [group for group in self._groups.values() if group.kind.ends_by_itself]
+        return all(group.keeper.done() or group.is_absent for group in work)
 
-    async def _stop(self, keepers: list[asyncio.Task[None]]) -> None:
+    async def _stop(self) -> None:
         """Stop the workers, and give them ``stop_timeout`` seconds to finish what they hold: the trainer ends with a
         checkpoint. Those that are still starting hold nothing and are ended at once, unless a trainer has to replay steps
         that no checkpoint has."""
         self._stopping = True
         await self.index.transition(LIVE, "stopping")
-        if self._unready and (await self.index.status()).trained <= self.begins:
-            for worker, life in self._lives.items():
-                if _shown(worker) in self._unready:
+        end_unready = self._unready and (await self.index.status()).trained <= self.begins
+        for group in self._groups.values():
+            for worker, life in group.lives.items():
+                if end_unready and _shown(worker) in self._unready:
                     life.end()
-        for worker in self._absent:
-            self._keepers[worker].cancel()
+            if group.is_absent:
+                group.keeper.cancel()
+        keepers = [group.keeper for group in self._groups.values()]
         _, late = await asyncio.wait(keepers, timeout=self.launch.stop_timeout)
         if late:
             log.warning("workers did not stop in time and are ended", count=len(late), seconds=self.launch.stop_timeout)
 
-    async def _keep(self, group: list[Worker]) -> None:
-        """Launch the workers of ``group``, again when they die, until they are done."""
+    async def _keep(self, first: Worker) -> None:
+        """Launch the workers of the group of ``first``, again when they die, until they are done."""
+        group = self._groups[first]
         while not self._stopping:
-            names = {worker: worker_name(*worker) for worker in group}
-            await self._launch(names)
-            codes = await _wait({worker: self._lives[worker] for worker in group})
-            for name in names.values():
-                self._liveness.leave(name)
-            left = await leaves(self.index, names[group[0]])
+            await self._launch(group)
+            codes = await _wait(group.lives)
+            left = await leaves(self.index, group.names[first])
+            for name in group.names.values():
+                self._liveness.lives.pop(name, None)
             if not any(codes.values()) and not left:
                 return
-            reasons = {worker: await self.index.get(f"reason:{names[worker]}") for worker in group}
-            for name in names.values():
+            reasons = {worker: await self.index.get(f"reason:{name}") for worker, name in group.names.items()}
+            for name in group.names.values():
                 await self.index.forget_worker(name)
             if self._stopping:
                 for worker, reason in reasons.items():
                     if codes.get(worker) and reason:  # such as a last checkpoint that could not be written
-                        log.warning("worker failed while it stopped", worker=names[worker], reason=reason)
+                        log.warning("worker failed while it stopped", worker=group.names[worker], reason=reason)
                         await self._emit(worker, "died", reason=reason)
                 return
             if left:
-                await self._emit(group[0], "left", reason=ending(code) if (code := codes[group[0]]) else "")
-                if not await self._stays(group[0]):
+                await self._emit(first, "left", reason=ending(code) if (code := codes[first]) else "")
+                if not await self._stays(group):
                     return
                 continue
-            reason = await self._report_deaths(codes, reasons, names)
-            await self._take_restart(group[0], next(iter(codes)), codes, reason)
-            await self._emit(group[0], "restarted", reason=reason)
+            reason = await self._report_deaths(group, codes, reasons)
+            await self._take_restart(group, next(iter(codes)), codes, reason)
+            await self._emit(first, "restarted", reason=reason)
 
-    async def _launch(self, names: dict[Worker, str]) -> None:
-        """Launch one worker under each of ``names``. Raises _Failed when the machine has no process or memory to give."""
-        first = next(iter(names))
-        if len(names) > 1:
-            await self.index.put(f"ranks:{first[0]}", names[first])
-        for worker, name in names.items():
+    async def _launch(self, group: _Group) -> None:
+        """Launch the workers of ``group`` under new names. Raises _Failed when the machine has no process or memory to
+        give."""
+        group.names = {worker: worker_name(*worker) for worker in group.workers}
+        if len(group.workers) > 1:
+            await self.index.put(f"ranks:{group.first[0]}", group.names[group.first])
+        for worker, name in group.names.items():
             await self.index.put(_life(worker), name)
             try:
                 life = await self.launcher.launch(self.index.run, self.index.url, *worker, name)
             except OSError as error:
                 raise _Failed(f"{_shown(worker)} cannot be started: {error}") from error
-            self._lives[worker] = life
-            self._liveness.follow(name, life)
+            group.lives[worker] = self._liveness.lives[name] = life
             await self._emit(worker, "started", pid=life.pid)
 
-    async def _report_deaths(
-        self, codes: dict[Worker, int], reasons: dict[Worker, str | None], names: dict[Worker, str]
-    ) -> str:
+    async def _report_deaths(self, group: _Group, codes: dict[Worker, int], reasons: dict[Worker, str | None]) -> str:
         """Emit why the first of ``codes`` died, and return it. Raises _Failed when a restart would not help."""
         first = next(iter(codes))
-        orphaned = self._lives[first].orphaned
+        orphaned = group.lives[first].orphaned
         reason = reasons[first] or (ending(codes[first]) if orphaned is None else str(orphaned))
-        log.debug("worker died", worker=names[first], code=codes[first], reason=reason)
+        log.debug("worker died", worker=group.names[first], code=codes[first], reason=reason)
         await self._emit(first, "died", reason=reason)
         for worker, code in codes.items():
             if worker != first and reasons[worker]:  # it failed by itself, it was not ended for the first one's death
-                log.warning("worker died too", worker=names[worker], reason=reasons[worker])
+                log.warning("worker died too", worker=group.names[worker], reason=reasons[worker])
             if code == EXIT_FATAL:
                 raise _Failed(f"{_shown(worker)}: {reasons[worker] or ending(code)}")
             if code == EXIT_REWIND:
                 raise _Rewind(reasons[worker] or ending(code))
         return reason
 
-    async def _take_restart(self, group: Worker, first: Worker, codes: dict[Worker, int], reason: str) -> None:
-        """Return when the rank group of ``group`` may be restarted after the death of ``first``. Raises _Failed when it may
-        not be, and the run cannot go on without it."""
-        if codes[first] == EXIT_NOT_STARTED and not self._others_work(group):
-            if self._not_started.get(first) == reason:
-                raise _Failed(f"{_shown(first)} failed twice before its first work, for the same reason: {reason}")
-            self._not_started[first] = reason
-        most = self.launch.max_restarts
-        budget = self._budgets.setdefault(group, RestartBudget(most, self.launch.restart_window))
-        while seconds := budget.take(time.monotonic()):
-            used_up = f"launch.max_restarts = {most} is used up: {reason}"
+    async def _take_restart(self, group: _Group, dead: Worker, codes: dict[Worker, int], reason: str) -> None:
+        """Return when ``group`` may be restarted after the death of its worker ``dead``. Raises _Failed when it may not be,
+        and the run cannot go on without it."""
+        if codes[dead] == EXIT_NOT_STARTED and not self._others_work(group):
+            if group.not_started == reason:
+                raise _Failed(f"{_shown(dead)} failed twice before its first work, for the same reason: {reason}")
+            group.not_started = reason
+        while seconds := group.budget.take(time.monotonic()):
+            used_up = f"launch.max_restarts = {group.budget.most} is used up: {reason}"
             if not self._others_work(group):
-                raise _Failed(f"{_shown(first)} died and {used_up}")
-            if group not in self._absent:
-                self._absent.add(group)
-                await self._record_engines()
-                log.warning("worker is absent", worker=_shown(group), reason=used_up, seconds=seconds)
-                await self._emit(group, "absent", reason=used_up)
+                raise _Failed(f"{_shown(dead)} died and {used_up}")
+            await self._set_absent(group, used_up)
             await asyncio.sleep(min(seconds, self.launch.restart_window))
         self.restarts += 1
-        if group in self._absent:
-            self._absent.remove(group)
-            await self._record_engines()
+        await self._set_absent(group, "")
 
     async def _scale(self) -> None:
-        """Wait until the number of rollout workers is asked for, or a while; launch those that are new, and have those leave
-        that are too many."""
-        self._asked_at = await self.index.woken(SCALE, self._asked_at, SCALE_SECONDS)
-        asked = int(await self.index.get(SCALE) or self._asked)
-        if asked != self._asked and not self._stopping:
-            self._asked, self.workers = asked, list(await asyncio.to_thread(self._rescale, asked))
-        new = [each for each in self.workers if kind_of(each[0]).elastic and each not in self._keepers]
-        await _forget_former_workers(self.index, new)
-        self._keepers |= {worker: asyncio.create_task(self._keep([worker])) for worker in new}
-        for worker in self._keepers.keys() - set(self.workers) - self._leaving.keys():
-            if worker in self._absent or (worker in self._lives and not self._keepers[worker].done()):
-                self._leaving[worker] = asyncio.create_task(self._leave(worker))
-        await self._record_engines()
+        """Follow the number of rollout workers that is asked for: launch those that are new, and have those leave that are
+        too many."""
+        after, asked = "", 0
+        while True:
+            after = await self.index.woken(SCALE, after, SCALE_SECONDS)
+            wanted = int(await self.index.get(SCALE) or asked)
+            if wanted != asked and not self._stopping:
+                asked, recipe = wanted, await asyncio.to_thread(scaled, self.recipe, wanted)
+                self.launcher.rescale(recipe)
+                self.workers = workers_of(recipe)
+            new = [each for each in self.workers if kind_of(each[0]).elastic and each not in self._groups]
+            await _forget_former_workers(self.index, new)
+            for worker in new:
+                self._add([worker])
+            for group in self._groups.values():
+                is_there = group.is_absent or (group.lives and not group.keeper.done())
+                if group.first not in self.workers and is_there and not group.is_leaving:
+                    group.is_leaving = True
+                    self._begin(self._leave(group))
+            await self._record_engines()
 
-    async def _leave(self, worker: Worker) -> None:
-        """Have ``worker`` leave, and end it where it does not within ``leave_timeout``."""
-        if worker in self._absent:
-            self._keepers[worker].cancel()
-            self._lives[worker].end()  # an order that no host has taken
-            self._liveness.leave(await self.index.get(_life(worker)) or "")
-            await self._emit(worker, "left")
-            await self._stays(worker)
+    async def _leave(self, group: _Group) -> None:
+        """Have the worker of ``group`` leave, and end it where it does not within ``leave_timeout``."""
+        name, life = group.names[group.first], group.lives[group.first]
+        if group.is_absent:
+            group.keeper.cancel()
+            life.end()  # an order that no host has taken
+            self._liveness.lives.pop(name, None)
+            await self._emit(group.first, "left")
+            await self._stays(group)
             return
-        life = self._lives[worker]
-        await self._emit(worker, "leaves")
-        await request_leave(self.index, await self.index.get(_life(worker)) or "")
+        await self._emit(group.first, "leaves")
+        await request_leave(self.index, name)
         await first_of(life.wait(), timeout=self.launch.leave_timeout)
         life.end()
 
-    async def _stays(self, worker: Worker) -> bool:
-        """Whether ``worker``, which has left, is to be launched again; otherwise it is forgotten."""
-        self._leaving.pop(worker, None)
-        if worker not in self.workers:
-            self._absent.discard(worker)
-            del self._keepers[worker], self._lives[worker]
+    async def _stays(self, group: _Group) -> bool:
+        """Whether ``group``, which has left, is to be launched again; otherwise it is forgotten."""
+        group.is_leaving = False
+        stays = group.first in self.workers
+        if not stays:
+            del self._groups[group.first]
         await self._record_engines()
-        return worker in self.workers
+        return stays
 
-    def _others_work(self, worker: Worker) -> bool:
-        """Whether the run goes on without ``worker``, as others of its elastic kind work, or have done all of it."""
-        return kind_of(worker[0]).elastic and any(
-            other[0] == worker[0] and other != worker and other not in self._absent for other in self._keepers
-        )
+    def _others_work(self, group: _Group) -> bool:
+        """Whether the run goes on without ``group``, as others of its elastic kind work, or have done all of it."""
+        others = (other for other in self._groups.values() if other is not group and other.kind is group.kind)
+        return group.kind.elastic and not all(other.is_absent for other in others)
 
     async def _record_unplaced(self, name: str, is_unplaced: bool) -> None:
         """A worker that no machine starts is absent, until one does: the run ends without it."""
-        kind, _, number = shown(name).rpartition("-")
-        worker = kind, int(number)
-        if is_unplaced and worker not in self._absent and worker not in self._leaving and self._others_work(worker):
-            self._absent.add(worker)
-            await self._emit(worker, "absent", reason="no host has room for it")
-        elif not is_unplaced and worker in self._absent:
-            self._absent.remove(worker)
-        else:
+        group = next(group for group in self._groups.values() if name in group.names.values())
+        if not is_unplaced:
+            await self._set_absent(group, "")
+        elif not group.is_leaving and self._others_work(group):
+            await self._set_absent(group, "no host has room for it")
+
+    async def _set_absent(self, group: _Group, reason: str) -> None:
+        """Record that ``group`` is absent for ``reason``; "": it is not."""
+        if group.is_absent == bool(reason):
             return
+        group.is_absent = bool(reason)
         await self._record_engines()
+        if reason:
+            log.warning("worker is absent", worker=_shown(group.first), reason=reason)
+            await self._emit(group.first, "absent", reason=reason)
 
     async def _record_engines(self) -> None:
         """Record for the trainer which engines must have the last version before the run ends."""
-        away = {*self._absent, *self._leaving}
-        engines = [_shown(worker) for worker in self._keepers if kind_of(worker[0]).elastic and worker not in away]
-        await self.index.put(ENGINES, json.dumps(engines))
+        groups = [group for group in self._groups.values() if not group.is_absent and not group.is_leaving]
+        await self.index.put(ENGINES, json.dumps([_shown(group.first) for group in groups if group.kind.elastic]))
         await self.index.wake(TAKEN)
 
     async def _start(self) -> None:
-        """Wait until every worker is ready."""
-        after = self._began
+        """Wait until every worker is ready; for some of an elastic kind no longer than ``startup_timeout``."""
         try:
             async with asyncio.timeout(self.launch.startup_timeout):
-                while self._unready:
-                    for event in await self.index.events(after):
-                        after = event.id
-                        if event.kind == "worker" and event.data["change"] == "ready":
-                            self._unready.discard(event.data["worker"])
+                async for event in self.index.follow(self._began):
+                    if event.kind == "worker" and event.data["change"] == "ready":
+                        self._unready.discard(event.data["worker"])
+                    if not self._unready:
+                        break
         except TimeoutError:
-            limit = f"launch.startup_timeout = {self.launch.startup_timeout:.0f} s"
-            raise _Failed(f"{sorted(self._unready)} not ready within {limit}; see the logs") from None
+            late, limit = sorted(self._unready), f"launch.startup_timeout = {self.launch.startup_timeout:.0f} s"
+            ready = {group.kind for group in self._groups.values() if _shown(group.first) not in late}
+            elastic = {
+                _shown(group.first) for group in self._groups.values() if group.kind.elastic and group.kind in ready
+            }
+            if missing := [worker for worker in late if worker not in elastic]:
+                raise _Failed(f"{missing} not ready within {limit}; see the logs") from None
+            log.warning("the run begins without workers that are not ready", workers=late, within=limit)
         # A run that was paused when its supervisor was killed stays so.
         await self.index.transition(["starting"], "running")
 
@@ -411,8 +420,7 @@ async def _wait(lives: dict[Worker, Life]) -> dict[Worker, int]:
                     lives[worker].end()
         return dict(sorted(codes.items(), key=lambda item: item[1] == 0))  # those that were done come last
     finally:
-        for task in waiting:
-            task.cancel()
+        await cancel_all(*waiting)
 
 
 async def _stop_requested(index: Index) -> None:

@@ -32,6 +32,7 @@ from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.paths import RunPaths
 from pipeline.columns import ColumnError
 from pipeline.events import WorkerEvent
+from pipeline.first_of import cancel_all
 from pipeline.index.client import INDEX_VARIABLE, BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
 from pipeline.index.errors import IndexRefused, IndexUnreachable
 from pipeline.warehouse.arena import StaleHandle
@@ -164,9 +165,7 @@ class Worker:
                 await self._job.close()
             if dock is not None:
                 await dock.close()
-            if beating is not None:
-                beating.cancel()
-                await asyncio.gather(beating, return_exceptions=True)
+            await cancel_all(beating)
             await self.index.close()
 
     async def _beat(self, seconds: float) -> None:

@@ -32,7 +32,7 @@ from orchestration.service.index_server import ServiceIndex
 from orchestration.service.lifecycle import LEASE_VARIABLE, conclude, shared_prefix
 from orchestration.service.registry import LEASE_SECONDS, ActiveRun, Registry
 from pipeline.events import ENDED, WorkerEvent
-from pipeline.first_of import first_of
+from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.locks import Locked, locked
 from pipeline.node import node_id
@@ -80,9 +80,7 @@ class Agent:
                     keep_index = [self.index.keep()] if self.index is not None else []
                     await first_of(self._work(), stop.wait(), *keep_index)
                 finally:
-                    for task in self._supervised.values():
-                        task.cancel()
-                    await asyncio.gather(*self._supervised.values(), return_exceptions=True)
+                    await cancel_all(*self._supervised.values())
                     await self._registry.close()
                     self._starter.close()
         except Locked as held:

@@ -7,14 +7,18 @@ import json
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from orchestration.run.lock import RunLocked, lock_run
-from orchestration.service.registry import LIVE, Ask, Registry, ask_active
+from orchestration.service.registry import LIVE, Registry
 from pipeline.index.client import Index
 from pipeline.node import folder_id
 from pipeline.warehouse.arena import shared_memory_directory
 
+T = TypeVar("T")
+
 WHERE = "index.json"  # in the folder of a live run: the index's URL and the run's id
+ANSWER_SECONDS = 10.0  # for which a command waits for the index of a run in a folder
 LEASE_VARIABLE = "ASYNCDOCK_LEASE"  # in a runner's environment: the token of its lease
 
 
@@ -29,11 +33,9 @@ def shared_prefix(folders: Path) -> str:
     return f"asyncdock-run-{folder_id(folders)}-"
 
 
-async def ask_in_folder(
-    folder: Path, what: Ask, ask: Callable[[Index], Awaitable[str]] | None = None
-) -> tuple[str, str]:
-    """Ask the run that a command executes in ``folder`` for ``what``, or by ``ask``. Returns its id, and its state then.
-    Raises LookupError when none does, and WrongState."""
+async def ask_in_folder(folder: Path, ask: Callable[[Index], Awaitable[T]]) -> tuple[str, T]:
+    """Returns the id of the run that a command executes in ``folder``, and what ``ask`` returns with its index. Raises
+    LookupError when no command does."""
     try:
         where = json.loads((folder / WHERE).read_text())
         lock_run(folder).close()
@@ -49,8 +51,8 @@ async def ask_in_folder(
         )
     if where["hosted"]:
         raise LookupError(f"run: {folder} is run {where['run']} of a service; give that id")
-    async with Index(where["index"], where["run"]) as index:
-        return where["run"], await (ask(index) if ask else ask_active(index, what))
+    async with Index(where["index"], where["run"], timeout=ANSWER_SECONDS) as index:
+        return where["run"], await ask(index)
 
 
 async def conclude(registry: Registry, run: str, token: str, state: str, reason: str) -> bool:

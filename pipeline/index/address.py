@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 
 @dataclass(frozen=True)
@@ -41,3 +41,22 @@ def redacted(url: str) -> str:
     """``url`` without its password."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{'***@' + rest.rpartition('@')[2] if '@' in rest else rest}"
+
+
+def split_password(url: str) -> tuple[str, str]:
+    """Returns ``url`` without its password, and the password; "" where it has none."""
+    parts = urlsplit(url)
+    user, at, server = parts.netloc.rpartition("@")
+    name, _, password = user.partition(":")
+    return parts._replace(netloc=f"{name}{at if name else ''}{server}").geturl(), unquote(password)
+
+
+def with_password(url: str, password: str) -> str:
+    """Returns ``url`` with ``password``; "" for its own. Raises ValueError where it has another one already."""
+    bare, own = split_password(url)
+    if own and password:
+        raise ValueError(f"join: {redacted(url)} has a password, and there is a token too; leave out one of them")
+    parts = urlsplit(bare)
+    user, _, server = parts.netloc.rpartition("@")
+    secret = quote(own or password, safe="")
+    return parts._replace(netloc=f"{user}:{secret}@{server}").geturl() if secret else url

@@ -292,17 +292,9 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         """What training waits for now."""
         found = await self.call("waiting")
         holders = tuple((worker, int(since)) for worker, since in found["holders"] or ())
-        group, names = found["group"], (found["trainer"] or "", found["stage"] or "")
-        return Missing(
-            found["now"],
-            found["settled"],
-            names[0],
-            None if group is False else group,
-            names[1],
-            found["rows"],
-            found["parked"],
-            holders,
-        )
+        group = None if found["group"] is False else found["group"]
+        names = {name: found[name] or "" for name in ("trainer", "stage")}
+        return Missing(**found | names | {"group": group, "holders": holders})
 
     async def forget_worker(self, worker: str) -> None:
         """``worker`` is dead: end its leases now, and free the blocks that it holds open."""

@@ -57,6 +57,9 @@ class Events(Calls):
                 yield event
 
 
+LOG_SECONDS = 10.0  # a wait on the server for an entry is renewed this often
+
+
 class Logs(Calls):
     """Write and read logs: streams of entries 0, 1, 2, … ."""
 
@@ -88,6 +91,12 @@ class Logs(Calls):
         if position != f"{number + 1}-0".encode():
             raise IndexRefused(f"entry {number} of log {log!r} was removed: all of its readers had finished with it")
         return fields[b"e"]
+
+    async def next_entry(self, log: str, number: int) -> bytes:
+        """Entry ``number`` of ``log``, waiting for it as long as it takes. Raises IndexRefused when it was trimmed."""
+        while (entry := await self.read_log(log, number, LOG_SECONDS)) is None:
+            pass
+        return entry
 
     async def put_signed(self, key: str, owner: str) -> int:
         """Add ``owner`` to the set of owners that have signed ``key``; returns how many have."""

@@ -16,6 +16,7 @@ import structlog
 
 from pipeline.blocks import BlockReader, PackedRows
 from pipeline.columns import ColumnError, Packed, Schema
+from pipeline.first_of import cancel_all
 from pipeline.index.client import Index
 from pipeline.index.errors import BlockLost, WarehouseGone
 from pipeline.index.warehouses import Lost, WarehouseRecord
@@ -244,9 +245,7 @@ class WarehouseDirectory:
             log.warning("this node's warehouse is out of the run", warehouse=self._name)
 
     async def _stop_serving(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-            await asyncio.gather(self._heartbeat, return_exceptions=True)
+        await cancel_all(self._heartbeat)
         if self.server is not None:
             await self.server.close()
         self._heartbeat = self.server = None

@@ -4,8 +4,8 @@
                        ▲                                   ├▶ train(claim, step) ─▶ release(before=step)
                        └── begun(claim, columns) ◀─────────┴▶ park(claim, positions, columns so far)
 
-TensorDict at the borders. Every wait has a deadline. The parts: :mod:`writer`, :mod:`reader` (the base class), and
-:mod:`directory`, which knows where the warehouses are.
+TensorDict at the borders. Every wait has a deadline. The parts: :mod:`writer`, and :mod:`directory`, which knows where the
+warehouses are and reads from them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
-from pipeline.columns import Schema
+from pipeline.blocks import missing_column
+from pipeline.columns import ColumnError, Packed, Schema, in_order
 from pipeline.index.address import redacted
 from pipeline.index.claims import STATES, Claim, Nothing, pack_made, ranges
 from pipeline.index.client import Index, RunConfig, StageSpec
 from pipeline.warehouse.arena import shared_memory_directory
-from pipeline.warehouse.directory import WarehouseDirectory
-from pipeline.warehouse.reader import Reader
+from pipeline.warehouse.directory import OFFSET_BITS, WarehouseDirectory
 from pipeline.warehouse.writer import SLAB, SOURCE_RESERVE, NoRoom, Rows, Writer
 
 __all__ = ["SLAB", "Dock", "NoRoom", "Rows"]
 
 
-class Dock(Reader):
+class Dock:
     """One worker's access to a run's samples.
 
     ``warehouse`` names the one that this worker writes to; its arena lies in ``directory``. ``node`` says which warehouses
@@ -59,12 +59,11 @@ class Dock(Reader):
         wire_timeout: float = 10.0,
         slab: int = SLAB,
     ) -> None:
-        self.index, self.worker, self.lease = index, worker, lease
+        self.index, self.schema, self.worker, self.lease = index, schema, worker, lease
         self.folder = directory
-        warehouses = WarehouseDirectory(
+        self.warehouses = WarehouseDirectory(
             index, schema, name=warehouse, node=node, secret=secret, tls=tls, wire_timeout=wire_timeout
         )
-        super().__init__(schema, warehouses)
         self.writer = Writer(index, schema, self.warehouses, worker=worker, room_timeout=room_timeout, slab=slab)
 
     @classmethod
@@ -241,6 +240,47 @@ class Dock(Reader):
         if not positions:
             return [], TensorDict({}, batch_size=[0])
         return positions, await self.fetch(claim.part(positions), columns)
+
+    async def fetch(
+        self, claim: Claim, columns: Sequence[str], *, ragged: Literal["jagged", "padded"] = "jagged", fill: float = 0
+    ) -> TensorDict:
+        """The claimed rows' ``columns``, batch size [B], in the claim's order; views of shared memory where they lie
+        side by side on this node, valid while the lease is held. Ragged columns come as jagged nested tensors [B, j],
+        or ``padded`` with ``fill``; text as strings. Raises StaleHandle for released rows."""
+        found = await self.fetch_packed(claim, columns)
+        out = {name: found[name].value(self.schema[name], len(claim), ragged, fill) for name in columns}
+        texts = {name: NonTensorStack(*value) for name, value in out.items() if isinstance(value, list)}
+        return TensorDict(out | texts, batch_size=[len(claim)])
+
+    async def fetch_packed(self, claim: Claim, columns: Sequence[str]) -> dict[str, Packed]:
+        """Like :meth:`fetch`, each column as one packed buffer with its offsets, as packed training takes it."""
+        producers: dict[int, list[str]] = {}
+        for name in columns:
+            self.schema.bit(name)  # raises for a column that is not in the schema
+            producers.setdefault(await self.warehouses.producer(name), []).append(name)
+        out: dict[str, Packed] = {}
+        for producer, names in producers.items():
+            refs = claim.refs[producer]
+            if len(refs) < len(claim):
+                raise ColumnError(
+                    f"column {names[0]!r}: stage {claim.stage!r} does not need what its maker makes, so it may come later "
+                    "than the rows; declare it as needed"
+                )
+            if not refs["block"].all():
+                raise missing_column(names[0], int((refs["block"] == 0).argmax()))
+            out |= await self.gather(refs, names)
+        return out
+
+    async def gather(self, refs: np.ndarray, names: list[str]) -> dict[str, Packed]:
+        """The columns ``names`` of the rows that lie where ``refs`` say (REF [B], B > 0), in that order."""
+        numbers = (refs["place"] >> OFFSET_BITS).astype(np.int64)
+        if len(numbers) == 1 or (numbers == numbers[0]).all():
+            return await self.warehouses.read(int(numbers[0]), refs, names)
+        parts = []
+        for number in np.unique(numbers).tolist():
+            positions = np.flatnonzero(numbers == number)
+            parts.append((positions, await self.warehouses.read(number, refs[positions], names)))
+        return {name: in_order([(positions, part[name]) for positions, part in parts], len(refs)) for name in names}
 
     async def inspect(self, group: int) -> list[dict[str, Any]]:
         """The rows of a group: ``row``, ``place``, ``state``, the stages that are ``done``, ``oldest_version``, ``tokens``

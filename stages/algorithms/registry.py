@@ -1,6 +1,6 @@
 """Algorithms by their names: built in, ``module:Class``, or an entry point of the group ``asyncdock.algorithms``.
 
-The product's own are the classes with a ``name`` in the modules of the folders beside this file: a new one is a new file.
+The product's own are the classes with a ``name`` in the modules of the folders beside this file: a new one is a class there.
 """
 
 from __future__ import annotations

@@ -100,16 +100,23 @@ class Completion:
     def oldest_version(self) -> int:
         return min(version for version, _ in self.versions)
 
+    def tokens(self) -> list[Token]:
+        versions = [version for version, count in self.versions for _ in range(count)]
+        made = zip(self.token_ids.tolist(), self.logprobs.tolist(), versions, strict=True)
+        return [Token(self.group, self.place, *token) for token in made]
+
 
 @dataclass(frozen=True)
 class Token:
-    """The newest token of the response at ``place`` of ``group``, made by weights of ``version``."""
+    """The newest token of the response at ``place`` of ``group``, made by weights of ``version``. ``alternatives``: the
+    likeliest tokens at its position with their logprobs, the likeliest one first; the token itself may be among them."""
 
     group: int
     place: int
     token_id: int
     logprob: float
     version: int
+    alternatives: tuple[tuple[int, float], ...] = ()
 
 
 class RolloutEngine(Protocol):
@@ -173,8 +180,9 @@ class CuttingEngine(Protocol):
 class StreamingEngine(Protocol):
     """A rollout engine that returns each token as it is made."""
 
-    def stream(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Token | Completion]:
-        """As :meth:`RolloutEngine.generate`; before a response's completion come its new tokens, in order."""
+    def stream(self, requests: Sequence[GroupRequest], *, alternatives: int = 0) -> AsyncIterator[Token | Completion]:
+        """As :meth:`RolloutEngine.generate`; before a response's completion come its new tokens, in order, each with as many
+        ``alternatives``."""
 
 
 @runtime_checkable

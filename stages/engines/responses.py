@@ -57,8 +57,8 @@ class Responses(AsyncIterator[Any]):
         self._left, self._abort = rows, abort
         self.queue: asyncio.Queue[Token | Completion | Exception] = asyncio.Queue()
 
-    def put(self, item: Completion | Exception) -> None:
-        """Add a response that has ended, or the error that ends all the others. Called in the consumer's loop."""
+    def put(self, item: Token | Completion | Exception) -> None:
+        """Add a token, a response that has ended, or the error that ends all the others. Called in the consumer's loop."""
         self.queue.put_nowait(item)
 
     async def __anext__(self) -> Any:

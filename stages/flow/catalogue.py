@@ -33,9 +33,8 @@ MASK, WEIGHT = OPTIONAL
 STALENESS = "staleness"
 # And, where the rows have versions: of each token its index into AGES of stages/algorithms/interface.py.
 AGE = "age"
-Truncated = Literal[
-    "train", "mask", "drop"
-]  # responses that were cut at their longest: see stages/training/advantage.py
+# Responses that were cut at their longest: see stages/training/advantage.py.
+Truncated = Literal["train", "mask", "drop"]
 
 
 def catalogue(

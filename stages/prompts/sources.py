@@ -2,20 +2,23 @@
 
     options + seed ── load_prompts ──▶ PromptSplit ── train.prompt(seq) ─────▶ Prompt (token ids, text, fields)
                           │                 └──────── held_out.prompt(seq) ──▶ Prompt, never one of ``train``
-                          ├ of several sources: MixedPrompts, each source by its weight
+                          ├ of several sources: MixedPrompts, blocks of numbers with each source as often as its weight
                           └ longer than PromptLimits: skipped or cut, counted and listed by LongPrompts
 
 A prompt is a pure function of ``(options, seed, seq)``: a run that resumes, or repeats a lost group, gets the same prompt
 for the same ``seq``, and no position has to be saved. Tables are shuffled in each epoch; procedural sources never end. The
-side of a prompt follows from its text and the seed: the same text is never on both, however often a source repeats it.
+side of a prompt follows from its text and the seed: the same text is never on both, however often a source repeats it. A
+position in a mixture is a position in each source, and shares are exact after each block.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -24,7 +27,6 @@ import numpy as np
 
 from stages.prompts.files import PromptError, Row
 from stages.prompts.formatter import Prompt, PromptFormatter
-from stages.prompts.mixture import MixedPrompts
 from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.tables import Table, open_rows
 from stages.prompts.templates import Message
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from stages.models import Tokenizer
 
 PROCEDURAL_ATTEMPTS = 10_000  # draws for one seq, after which a procedural source has no prompt that fits
+LARGEST_BLOCK = 1000  # numbers of a mixture; weights that would need a longer block are rounded to its parts
 ATTEMPT_STRIDE = 1 << 20  # distance of the draws for one seq, so that they are not those of the next seqs
 
 
@@ -185,3 +188,53 @@ class ProceduralPrompts:
             f"{PROCEDURAL_ATTEMPTS} draws; change held_out = {share}, or give the task more different prompts, or raise the "
             f"limit of {formatter.limits.tokens} tokens ({formatter.limits.why})"
         )
+
+
+def places_of(weights: Sequence[float]) -> list[int]:
+    """Return how many numbers of a block each source gets, at least one. Exact where :data:`LARGEST_BLOCK` allows it.
+
+    >>> places_of([3, 1]), places_of([0.5, 0.25, 0.25]), sum(places_of([1, 2**0.5]))
+    ([3, 1], [2, 1, 1], 1000)
+    """
+    shares = [Fraction(weight).limit_denominator(LARGEST_BLOCK) for weight in weights]
+    common = math.lcm(*(share.denominator for share in shares))
+    whole = [int(share * common) for share in shares]
+    whole = [count // (math.gcd(*whole) or 1) for count in whole]
+    if min(whole) and sum(whole) <= LARGEST_BLOCK:
+        return whole
+    # The largest remainders get what rounding down leaves.
+    free = LARGEST_BLOCK - len(weights)
+    exact = [free * weight / math.fsum(weights) for weight in weights]
+    counts = [math.floor(part) for part in exact]
+    order = sorted(range(len(weights)), key=lambda index: counts[index] - exact[index])
+    for index in order[: free - sum(counts)]:
+        counts[index] += 1
+    return [1 + count for count in counts]
+
+
+class MixedPrompts:
+    """A :class:`PromptSource` that takes each number's prompt from one of ``sources``."""
+
+    def __init__(
+        self, sources: Sequence[PromptSource], weights: Sequence[float], seed: int, too_long: LongPrompts
+    ) -> None:
+        self.sources, self.too_long, self._places = list(sources), too_long, places_of(weights)
+        block = np.repeat(np.arange(len(sources)), self._places)
+        # Groups in flight span two blocks at most, unless a block is tiny.
+        self._order = lru_cache(2)(lambda number: np.random.default_rng([seed, number, len(block)]).permutation(block))
+
+    def prompt(self, seq: int) -> Prompt:
+        block, place = divmod(seq, sum(self._places))
+        order = self._order(block)
+        source = int(order[place])
+        before = int((order[:place] == source).sum())
+        return self.sources[source].prompt(block * self._places[source] + before)
+
+    def epochs(self, seq: int) -> dict[str, int]:
+        block, place = divmod(seq, sum(self._places))
+        here = np.bincount(self._order(block)[: place + 1], minlength=len(self.sources))
+        made = [block * places + int(more) for places, more in zip(self._places, here, strict=True)]
+        found: dict[str, int] = {}
+        for source, count in zip(self.sources, made, strict=True):
+            found |= source.epochs(count - 1) if count else {}
+        return found

@@ -52,7 +52,7 @@ class State(Enum):
 
 def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters of ``model`` by name as this rank holds them, tied ones once: local tensors of DTensors, or all."""
-    return {name: _local(parameter.detach()) for name, parameter in model.named_parameters()}
+    return {name: local_part(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def training_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -60,13 +60,13 @@ def training_state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                yield _local(parameter.grad)
+                yield local_part(parameter.grad)
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
-                    yield _local(value)
+                    yield local_part(value)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -35,10 +35,8 @@ from stages.rewards.registry import RESERVED, RewardError
 FETCHES = ("given", "fields", "response_ids")
 ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
 LEAST_ROWS = 8  # of a call: fewer are not divided over several processes
-RECENT, FIRST = (
-    256,
-    32,
-)  # samples of which the share of failures is taken, and how many count at the beginning as if scored
+# Samples of which the share of failures is taken, and how many count at the beginning as if scored.
+RECENT, FIRST = 256, 32
 BACKOFF_SECONDS, LONGEST_BACKOFF = 0.1, 10.0  # before the second call of a row alone, growing fourfold; at most
 FAILED = math.inf  # the score of a function that failed on a row whose group is to be dropped
 

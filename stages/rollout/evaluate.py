@@ -23,7 +23,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from pipeline.events import Answer, EvaluationEvent
-from pipeline.first_of import first_of
+from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import EVALUATED, Index
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
 from stages.models import Tokenizer
@@ -90,11 +90,10 @@ class Evaluation:
                 running |= {asyncio.create_task(self._answer([number], version)) for number in more}
                 if not running and (not self._left or gives_way()):
                     return not self._left
-                await first_of(changed.wait(), *([_any(running)] if running else []), timeout=WAIT_SECONDS)
+                answered = [asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)] if running else []
+                await first_of(changed.wait(), *answered, timeout=WAIT_SECONDS)
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await cancel_all(*running)
 
     async def _answer(self, numbers: Sequence[int], version: int) -> None:
         greedy, prompts = replace(self.evaluator.params, temperature=0.0, top_k=0, top_p=1.0), self.evaluator.prompts
@@ -136,10 +135,6 @@ class Evaluation:
             tokens=sum(len(answer.token_ids) for answer in answers.values()),
             share=self._row_seconds / seconds / evaluator.rows if evaluator.rows else None,
         )
-
-
-async def _any(tasks: set[asyncio.Task[None]]) -> None:
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
 def newest_due(version: int, every: int, steps: int) -> int:

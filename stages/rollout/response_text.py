@@ -26,34 +26,30 @@ class ResponseText:
     def add(self, token: int) -> str:
         """Append a token; returns the text that is certain now."""
         self._ids.append(token)
-        before, text = self._decode(self._begin, self._end), self._decode(self._begin)
-        if text.endswith(BROKEN):
-            return ""
-        self._begin, self._end = self._end, len(self._ids)
-        return self._release(text[len(before) :])
+        return self._new_text(whole=False)
 
     def finish(self) -> str:
         """Return the rest, when there are no more tokens."""
-        before = self._decode(self._begin, self._end)
-        text = self._release(self._decode(self._begin)[len(before) :]) + self._held
-        self._held = ""
-        return text
+        return self._new_text(whole=True)
 
-    def _decode(self, begin: int, end: int | None = None) -> str:
+    def _new_text(self, *, whole: bool) -> str:
+        before, text = self._decode(self._begin, self._end), self._decode(self._begin, None)
+        if self.stopped or (text.endswith(BROKEN) and not whole):
+            return ""
+        self._begin, self._end = self._end, len(self._ids)
+        text = self._held + text[len(before) :]
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self.stopped = bool(found)
+        certain = min(found) if found else len(text) if whole else self._certain(text)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def _decode(self, begin: int, end: int | None) -> str:
         ids = self._ids[begin:end]
         return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
 
-    def _release(self, new: str) -> str:
-        if self.stopped:
-            return ""
-        text, self._held = self._held + new, ""
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            return text[: min(found)]
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for at in range(max(0, len(text) - longest), len(text)):
-            if any(stop.startswith(text[at:]) for stop in self._stops):
-                self._held = text[at:]
-                return text[:at]
-        return text
+    def _certain(self, text: str) -> int:
+        """Returns how many characters of ``text`` are before what may be the beginning of a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        begins = range(max(0, len(text) - longest), len(text))
+        return next((at for at in begins if any(stop.startswith(text[at:]) for stop in self._stops)), len(text))

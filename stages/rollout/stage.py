@@ -24,6 +24,7 @@ import torch
 from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
+from pipeline.first_of import cancel_all
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
 from stages.engines.protocols import Begun, Completion, EngineFailed, GroupRequest, RolloutEngine, SamplingParams
@@ -106,8 +107,7 @@ class Rollout(Stage):
                     raise RuntimeError(f"the rollout engine ended with {left} of {len(positions)} responses missing")
             self._first_rows = None
         finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+            await cancel_all(listening)
 
     def _budget(self) -> int:
         """Tokens of one visit of a response; 0: as many as it takes."""

@@ -24,6 +24,7 @@ import torch
 
 from pipeline.controller import Controller
 from pipeline.events import SyncEvent, WorkerEvent
+from pipeline.first_of import cancel_all
 from pipeline.index.client import TAKEN, Index
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.rollout.evaluate import Evaluation, Evaluator, evaluate_once, newest_due, newest_evaluated, record
@@ -166,8 +167,7 @@ class WeightFollower:
         try:
             complete = await evaluation.go_on(version, room, gives_way, changed)
         finally:
-            newer.cancel()
-            await asyncio.gather(newer, return_exceptions=True)
+            await cancel_all(newer)
         if complete:
             self._evaluation, self._evaluated = None, evaluation.version
             due = self._newest_due(evaluation.version)

@@ -21,13 +21,14 @@ ones are trained with credit that teaches nothing (:func:`spared`), so no run ge
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
+from pipeline.events import AlarmEvent
 from pipeline.index.client import Claim, Index
 from pipeline.index.prompts import PassRateCalls
 from stages.algorithms.named import AlgorithmLike
@@ -36,9 +37,35 @@ from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, p
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
 from stages.flow.declarations import Drop
 from stages.flow.resolver import passed_column
-from stages.training.drop_alarm import DropAlarm
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated
+METRIC = "dropped_groups"  # of the alarm when no group teaches
+LOOK = (
+    "Nothing is learned, and tokens are generated for it. Look at the newest samples and what the reward functions return: "
+    "a reward that is the same for all responses, or fails; prompts that are all too easy or too hard."
+)
+
+
+class DropAlarm:
+    """Raises an alarm when ``most`` groups in a row were to be dropped; the next one after a group that was not."""
+
+    def __init__(self, index: Index, most: int, worker: str) -> None:
+        self._index, self._most, self._worker, self._in_a_row = index, most, worker, 0
+
+    async def add(self, results: Iterable[Result]) -> None:
+        for result in results:
+            self._in_a_row = self._in_a_row + 1 if isinstance(result, Drop) else 0
+            if isinstance(result, Drop) and self._in_a_row == self._most:
+                status, count = await self._index.status(), float(self._most)
+                reason = (
+                    f"{METRIC}: {self._most} groups in a row taught nothing, the last one because of: {result.reason}"
+                )
+                await self._index.emit(
+                    AlarmEvent(
+                        metric=METRIC, step=status.trained, value=count, limit=count, reason=reason, look=LOOK,
+                        worker=self._worker,
+                    )
+                )  # fmt: skip
 
 
 class Advantage(Stage):

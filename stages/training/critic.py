@@ -35,8 +35,6 @@ from stages.training.ranks import RankGroup, RankWorker, train_batch
 
 log = structlog.get_logger()
 
-WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
-
 
 class CriticEngine(TrainEngine, Protocol):
     """A train engine whose model gives values."""
@@ -56,7 +54,7 @@ class CriticOrders:
         """Order ``do``, and return the critic's answer."""
         number, self._number = self._number, self._number + 1
         await self.index.append_log(self._log, number, msgpack.packb({"do": do, **what}))
-        answer: dict[str, Any] = msgpack.unpackb(await self._read(self._answers, number))
+        answer: dict[str, Any] = msgpack.unpackb(await self.index.next_entry(self._answers, number))
         for name in (self._log, self._answers):
             await self.index.trim_log(name, number, f"{name}:heard")
         return answer
@@ -64,13 +62,13 @@ class CriticOrders:
     async def until_saved(self) -> None:
         """Return when the checkpoint that was ordered next is written."""
         number, self._saves = self._saves, self._saves + 1
-        await self._read(f"{self._log}:saved", number)
+        await self.index.next_entry(f"{self._log}:saved", number)
 
     # ── of the critic ──
 
     async def receive(self) -> dict[str, Any]:
         """Wait for the next order, and return it."""
-        order: dict[str, Any] = msgpack.unpackb(await self._read(self._log, self._number))
+        order: dict[str, Any] = msgpack.unpackb(await self.index.next_entry(self._log, self._number))
         return order
 
     async def answer(self, **what: Any) -> None:
@@ -85,11 +83,6 @@ class CriticOrders:
     @property
     def _answers(self) -> str:
         return f"{self._log}:answers"
-
-    async def _read(self, name: str, number: int) -> bytes:
-        while (entry := await self.index.read_log(name, number, WAIT_SECONDS)) is None:
-            pass
-        return entry
 
 
 class CriticWorker:
@@ -142,7 +135,7 @@ class CriticWorker:
                 return await self._train(Claim("", order["claim"]["token"], order["claim"]))
             case "save":
                 async with self.computing:
-                    await self.rank_group.broadcast("save", folder=order["folder"])
+                    await self.rank_group.broadcast("save", together=False, folder=order["folder"])
                     written = await self._save(Path(order["folder"]))
                 writing.create_task(self._report(written))
         return {}

@@ -37,7 +37,6 @@ from stages.weights.store import Published, Publisher, joined, probed
 
 log = structlog.get_logger()
 
-WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
 VERSIONS = "versions"
 
 
@@ -67,8 +66,7 @@ class RankGroup:
 
     async def receive(self) -> dict[str, Any]:
         """Wait for the next order, and return it."""
-        while (order := await self.index.read_log(self._log, self._number, WAIT_SECONDS)) is None:
-            pass
+        order = await self.index.next_entry(self._log, self._number)
         self._number += 1
         return msgpack.unpackb(order)
 
@@ -82,8 +80,7 @@ class RankGroup:
         parts = [own]
         for rank in range(1, self.ranks.world):
             log = f"{self._log}:{rank}"
-            while (record := await self.index.read_log(log, self._parts, WAIT_SECONDS)) is None:
-                pass
+            record = await self.index.next_entry(log, self._parts)
             await self.index.trim_log(log, self._parts, f"{log}:read")
             parts.append(Published.from_record(msgpack.unpackb(record)))
         self._parts += 1

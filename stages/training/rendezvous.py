@@ -25,17 +25,21 @@ IDLE_SECONDS = 14 * 86400.0  # for which the store waits for a rank's next call:
 MARGIN_SECONDS = 5.0  # for which a rank waits for the store's answer beyond the store's own timeout
 
 
-class RemoteStore(Store):
-    """The store of a group's rendezvous, held by the other end of a proven connection (:func:`serve_store`)."""
+class RanksStore(Store):
+    """The store of rank 0 (:func:`serve_store`) in the process of another rank. Each thread has a proven connection of its
+    own: a call may wait for a key that a rank sets after a call of another thread."""
 
-    def __init__(self, peer: SecretSocket) -> None:
+    own_address = ""
+
+    def __init__(self, connected: Callable[[], SecretSocket]) -> None:
         super().__init__()
-        self._peer, self._turn = peer, threading.Lock()
+        self._connected, self._own = connected, threading.local()
 
     def _ask(self, do: str, *arguments: Any) -> Any:
-        with self._turn:
-            self._peer.send_message([do, *arguments])
-            answer = self._peer.receive_message()
+        if not hasattr(self._own, "peer"):
+            self._own.peer = self._connected()
+        self._own.peer.send_message([do, *arguments])
+        answer = self._own.peer.receive_message()
         if "wrong" in answer:
             raise RuntimeError(f"the rendezvous failed at the trainer: {answer['wrong']}")
         return answer["is"]
@@ -60,7 +64,7 @@ class RemoteStore(Store):
 
 
 def serve_store(peer: SecretSocket, store: Store) -> None:
-    """Answer the calls of a :class:`RemoteStore` out of ``store`` until the other end hangs up."""
+    """Answer the calls of a :class:`RanksStore` out of ``store`` until the other end hangs up."""
     try:
         while True:
             do, *arguments = peer.receive_message()
@@ -79,41 +83,6 @@ class HeldStore(HashStore):
     this node)."""
 
     own_address = ""
-
-
-class RanksStore(Store):
-    """The store of rank 0 in the process of another rank. Each thread has a connection of its own: a call may wait for a
-    key that a rank sets after a call of another thread."""
-
-    own_address = ""
-
-    def __init__(self, connected: Callable[[], SecretSocket]) -> None:
-        super().__init__()
-        self._connected, self._own = connected, threading.local()
-
-    def _remote(self) -> RemoteStore:
-        if not hasattr(self._own, "store"):
-            self._own.store = RemoteStore(self._connected())
-        store: RemoteStore = self._own.store
-        return store
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self._remote().set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._remote().get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._remote().add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._remote().check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._remote().wait(keys, timeout)
-
-    def delete_key(self, key: str) -> bool:
-        return self._remote().delete_key(key)
 
 
 class Rendezvous:

@@ -25,7 +25,7 @@ from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
 from pipeline.events import StepEvent, SyncEvent
-from pipeline.first_of import first_of
+from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import ENGINES, TAKEN, BoundBroken, Claim
 from pipeline.spans import Spans
 from pipeline.warehouse.arena import StaleHandle
@@ -166,9 +166,7 @@ class Update(Stage):
             seconds = time.monotonic() - began
             return metrics, reason, seconds, await reading if reading is not None else []
         finally:
-            if reading is not None:
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
+            await cancel_all(reading)
 
     async def _train_or_skip(self, claim: Claim, stale: list[int]) -> tuple[Mapping[str, float], str]:
         """The metrics of a step on the claim's rows, or why none was taken. Raises TooManySkipped."""

@@ -4,6 +4,9 @@
 
 N nodes have a version after bytes / bandwidth + (N - 1) · piece / bandwidth, and each link carries it once. A sender that
 waits for its own bytes sends a sign of life each second, so that silence means that it has failed, and not one before it.
+
+Where both ends of a link have an older version of the same layout, a piece is sent as its changes from that one. Each link
+decides for itself, and the bytes that a node has in the end are the same.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from stages.weights.changes import apply_changes, changes
 from stages.weights.secret_socket import SecretSocket
 from stages.weights.store import Published
 
@@ -71,25 +75,53 @@ def send_pieces(
     pieces: Sequence[Piece],
     first: int,
     wait: Callable[[int, float], bool] = lambda number, seconds: True,
+    base: Callable[[], np.ndarray | None] = lambda: None,
 ) -> None:
     """Send ``pieces`` of ``memory`` from number ``first`` on. ``wait(number, seconds)`` returns whether that one is there
-    within ``seconds``."""
+    within ``seconds``; ``base`` the bytes of the older version that the other end has, and None once they are no longer
+    that version."""
+    whole = -1  # the bucket of which too much has changed
     for number in range(first, len(pieces)):
         while not wait(number, ALIVE_SECONDS):
             peer.send_message(False)
-        peer.send_message(True)
-        peer.send(memory[pieces[number].offset :][: pieces[number].nbytes].data)
+        piece = pieces[number]
+        new, old = _of(piece, memory), None if piece.bucket == whole else base()
+        packed = None if old is None else changes(new, _of(piece, old))
+        if packed is None or base() is None:
+            whole = piece.bucket
+            peer.send_message(True)
+            peer.send(new.data)
+        else:
+            peer.send_message(len(packed))
+            peer.send(memoryview(packed))
 
 
 def receive_pieces(
-    peer: SecretSocket, memory: np.ndarray, pieces: Sequence[Piece], first: int, timeout: float
+    peer: SecretSocket,
+    memory: np.ndarray,
+    pieces: Sequence[Piece],
+    first: int,
+    timeout: float,
+    base: np.ndarray | None = None,
 ) -> Iterator[int]:
-    """Fill ``memory``, and yield the number of each piece when it is there. Raises OSError, also when the other end has had
-    nothing but signs of life for ``timeout`` seconds."""
+    """Fill ``memory``, and yield the number of each piece when it is there. ``base``: the bytes of the older version that
+    the sender knows of. Raises OSError, also when the other end has had nothing but signs of life for ``timeout`` seconds,
+    and ValueError."""
     for number in range(first, len(pieces)):
-        since = time.monotonic()
-        while not peer.receive_message():
+        since, piece = time.monotonic(), pieces[number]
+        while (coming := peer.receive_message()) is False:
             if time.monotonic() - since > timeout:
                 raise TimeoutError(f"the sender has had nothing to send for {timeout:g} s")
-        peer.receive_into(memory[pieces[number].offset :][: pieces[number].nbytes].data)
+        if coming is True:
+            peer.receive_into(_of(piece, memory).data)
+        elif base is None or not 0 < coming <= piece.nbytes:
+            raise ValueError(f"the sender announces {coming} bytes of changes")
+        else:
+            packed = bytearray(coming)
+            peer.receive_into(memoryview(packed))
+            apply_changes(_of(piece, memory), _of(piece, base), packed)
         yield number
+
+
+def _of(piece: Piece, memory: np.ndarray) -> np.ndarray:
+    return memory[piece.offset :][: piece.nbytes]

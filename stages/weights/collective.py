@@ -19,11 +19,12 @@ import os
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import structlog
 import torch
 
@@ -102,15 +103,28 @@ class WeightSender:
                     sender = self._chain.sender_to(serves, key, failed)
                 node.send_message({"have": True, "from": sender})
                 if sender is None:
-                    memory = self._store.memory(published.slot, published.nbytes)
-                    send_pieces(node, memory, pieces_of(published, *self._part), first)
+                    pieces, base = pieces_of(published, *self._part), self._base(str(request["base"]), published)
+                    send_pieces(node, self._store.memory(published), pieces, first, base=base)
         except Exception as error:  # most likely the node's process has ended; if not, it requests again
             log.warning("weights not sent", reason=f"{type(error).__name__}: {error}")
+
+    def _base(self, key: str, published: Published) -> Callable[[], np.ndarray | None]:
+        """Returns what gives the bytes of an older version that is as long, until they are overwritten: publishing does not
+        wait for those who send changes of it."""
+        base = self._find(key)
+        if base is None or base.nbytes != published.nbytes:
+            return lambda: None
+        memory = self._store.memory(base)
+        return lambda: memory if self._offered.get(base.slot) is base else None
+
+    def _find(self, key: str) -> Published | None:
+        with self._turn:
+            return next((one for one in self._offered.values() if one.key(*self._part) == key), None)
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[Published | None]:
         with self._turn:
-            published = next((one for one in self._offered.values() if one.key(*self._part) == key), None)
+            published = self._find(key)
             if published is not None:
                 self._sending[published.slot] += 1
         try:

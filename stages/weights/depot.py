@@ -1,7 +1,8 @@
 """The depot: one copy of each published version on a node, in shared memory, which all engines of the node map.
 
     engine that wants v first ─▶ locks the depot ─▶ receives v: from the trainer, or from the node before it in the chain
-             │                                         └─▶ and sends it on to the next node, piece by piece as it comes
+             │                            │            └─▶ and sends it on to the next node, piece by piece as it comes
+             │                            └──▶ on the trainer's own node: copies what lies there
     the node's other engines ──▶ wait for the lock ─▶ map v's file, and compare the checksums
 
 The lock is one of the kernel on a file, so it ends with the process that has it. The next engine keeps the buckets that are
@@ -14,17 +15,13 @@ from __future__ import annotations
 import fcntl
 import functools
 import json
-import mmap
 import os
 import ssl
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +33,16 @@ from pipeline.node import is_here
 from stages.threads import deferred
 from stages.weights.chain import SILENT_SECONDS, Address, pieces_of, receive_pieces, send_pieces
 from stages.weights.secret_socket import SecretServer, SecretSocket, connect
-from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable, tensors_of, verify
+from stages.weights.store import (
+    Published,
+    WeightsDamaged,
+    WeightStore,
+    WeightsUnreachable,
+    copy_verified,
+    mapped,
+    tensors_of,
+    verify,
+)
 
 log = structlog.get_logger()
 
@@ -44,18 +50,25 @@ CONNECT_SECONDS = 5.0  # to notice that a node is gone
 STALL_SECONDS = 30.0  # for which one end waits for the other
 FOLDER = "depot"
 _LOCK_SECONDS = 0.02  # between two attempts to get the lock
-_IN_FLIGHT = 2  # buckets that are verified beside receiving
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # of a connection: it fails, or what comes makes no sense
 
 
 class Arriving:
-    """A version that arrives in ``memory``, uint8 [``published.nbytes``], from each source of ``published`` its part."""
+    """A version that arrives in ``memory``, uint8 [``published.nbytes``], from each source of ``published`` its part. Where
+    this node has the bytes ``base`` of an older version, ``base_of``, they may come as changes of these."""
 
     alive: Callable[[], None] = staticmethod(lambda: None)
     """Called with each piece that arrives."""
 
-    def __init__(self, published: Published, memory: np.ndarray) -> None:
-        self.published, self.memory = published, memory
+    def __init__(
+        self,
+        published: Published,
+        memory: np.ndarray,
+        base_of: Published | None = None,
+        base: np.ndarray | None = None,
+    ) -> None:
+        self.published, self.memory, self._base = published, memory, base
+        self._base_of = None if base is None else base_of
         sources: list[Any] = json.loads(published.source)
         self.sources: list[Address] = [(source[0], source[1]) for source in sources]
         self.pieces = [pieces_of(published, source, len(sources)) for source in range(len(sources))]
@@ -68,33 +81,31 @@ class Arriving:
             with suppress(WeightsDamaged):
                 for number, piece in enumerate(pieces):
                     if piece.is_last:
-                        verify(self.memory, self.published, piece.bucket)
+                        verify(self.memory, self.published, [piece.bucket])
                         self.there[source] = number + 1
 
+    def request(self, source: int, *part: int, **more: Any) -> dict[str, Any]:
+        """Returns the request for the rest of one source's part. ``part``: that and the number of sources, where the other
+        end has this part alone."""
+        keys = {"key": self.published.key(*part), "base": self._base_of.key(*part) if self._base_of else ""}
+        return {"source": source, "first": self.there[source], **keys, **more}
+
     def receive(self, peer: SecretSocket, source: int, timeout: float) -> None:
-        """Receive the rest of one source's part; each bucket is verified while the next one comes. After an error only
-        verified buckets count as there. Raises OSError and WeightsDamaged."""
+        """Receive the rest of one source's part, and verify each bucket when it is there. After an error only verified
+        buckets count as there. Raises OSError, ValueError and WeightsDamaged."""
         pieces, verified = self.pieces[source], self.there[source]
-        verifying: deque[tuple[int, Future[None]]] = deque()
         try:
-            with ThreadPoolExecutor(1, "weights-verified") as beside:
-                for number in receive_pieces(peer, self.memory, pieces, verified, timeout):
-                    self._set(source, number + 1)
-                    if pieces[number].is_last:
-                        verify_it = beside.submit(verify, self.memory, self.published, pieces[number].bucket)
-                        verifying.append((number + 1, verify_it))
-                    while verifying and (len(verifying) > _IN_FLIGHT or number + 1 == len(pieces)):
-                        verifying[0][1].result()
-                        verified = verifying.popleft()[0]
+            for number in receive_pieces(peer, self.memory, pieces, verified, timeout, self._base):
+                self._set(source, number + 1)
+                if pieces[number].is_last:
+                    verify(self.memory, self.published, [pieces[number].bucket])
+                    verified = number + 1
         finally:
-            for number, verify_it in verifying:
-                if verify_it.exception() is not None:
-                    break
-                verified = number
             self._set(source, verified)
 
-    def send(self, peer: SecretSocket, source: int, first: int) -> None:
-        """Send one source's part from piece ``first`` on, as it arrives. Raises OSError."""
+    def send(self, peer: SecretSocket, source: int, first: int, base: np.ndarray | None) -> None:
+        """Send one source's part from piece ``first`` on, as it arrives, as changes of ``base`` where the other end has
+        that. Raises OSError."""
 
         def wait(number: int, seconds: float) -> bool:
             with self._turn:
@@ -103,7 +114,7 @@ class Arriving:
                     raise ConnectionError("this node has not received the version itself")
                 return self.there[source] > number
 
-        send_pieces(peer, self.memory, self.pieces[source], first, wait)
+        send_pieces(peer, self.memory, self.pieces[source], first, wait, lambda: base)
 
     def fail(self) -> None:
         """Nothing more arrives: those who wait for it turn to another node."""
@@ -122,41 +133,33 @@ class Depot:
     """Reads published versions for one engine, through the copy of its node in a folder of ``shared``.
 
     ``secret``: of the run; ``tls``: contexts of server and client; ``timeout``: seconds for which one end waits for the
-    other. Where the trainer's own folder is ``shared``, its versions are read there.
+    other. Where the trainer's own folder is ``shared``, the copy is made of what lies there.
     """
 
     def __init__(
         self,
         shared: Path,
         *,
-        secret: bytes,
+        secret: bytes = b"",
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         timeout: float = STALL_SECONDS,
     ) -> None:
-        self._shared, self._folder, self._secret, self._tls, self._timeout = (
-            *(shared, shared / FOLDER),
-            *(secret, tls, timeout),
-        )
+        self._store, self._folder = WeightStore(shared), shared / FOLDER
+        self._secret, self._tls, self._timeout = secret, tls, timeout
         self._name = uuid.uuid4().hex
         self._sendable: dict[str, Arriving] = {}  # by key of the version: received here
+        self._last: Published | None = None  # that was read here, and verified
         self._server: SecretServer | None = None
         self._starting = threading.Lock()
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
         """Returns the tensors of a version by parameter name, verified. They are the node's copy: for reading alone. Raises
         ``WeightsDamaged`` for bytes that are not those that were published, and ``WeightsUnreachable``."""
-        if (store := self._trainers(published)) is not None:
-            return store.read(replace(published, slot=store.slot(published.version)))
         return tensors_of(self._held(published), published)
 
     def receive(self, published: Published, memory: np.ndarray) -> None:
         """Copy a version into ``memory``, uint8 [``published.nbytes``], verified. Raises as :meth:`read`."""
-        if (store := self._trainers(published)) is not None:
-            memory[:] = store.mapped(replace(published, slot=store.slot(published.version)))[: len(memory)]
-        else:
-            memory[:] = self._held(published)
-        for bucket in range(len(published.buckets)):
-            verify(memory, published, bucket)
+        copy_verified(self._held(published), memory, published)
 
     def close(self) -> None:
         """Send to no more nodes; one that is sent to asks elsewhere when this process ends."""
@@ -164,43 +167,44 @@ class Depot:
             self._server.close()
         self._sendable.clear()
 
-    def _trainers(self, published: Published) -> WeightStore | None:
-        """The trainer's own store, where all of the version lies on this node."""
-        published.check()
-        sources = json.loads(published.source) if published.source else []
-        near = bool(sources) and all(is_here(node, self._shared) for _, _, node in sources)
-        return WeightStore(self._shared) if near else None
+    def _is_trainers(self, published: Published) -> bool:
+        """Whether all of the version lies in the trainer's own memory on this node. Raises WeightsUnreachable."""
+        if published.source:
+            return all(is_here(node, self._store.directory) for _, _, node in json.loads(published.source))
+        if self._store.has(published):
+            return True
+        wrong = "it was published for one node alone; set sync.transport = 'collective'"
+        raise WeightsUnreachable(f"weights of version {published.version}: {wrong}")
 
     def _held(self, published: Published) -> np.ndarray:
-        """The node's copy, which is received first if it is not there."""
-        if not published.source:
-            wrong = "it was published for one node alone; set sync.transport = 'collective'"
-            raise WeightsUnreachable(f"weights of version {published.version}: {wrong}")
-        path, received = self._folder / f"weights-{published.key()}", False
+        """The node's copy, which is made first if it is not there."""
+        published.check()
+        path, made = self._folder / f"weights-{published.key()}", False
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for key in [key for key in self._sendable if not (self._folder / f"weights-{key}").exists()]:
             del self._sendable[key]
         try:
             with self._only_one() as locked:
                 if not path.exists():
-                    self._receive_into(path, published, locked)
-                    received = True
-                memory = _mapped(path, published.nbytes)
+                    self._make(path, published, locked)
+                    made = True
+                memory = mapped(path)[: published.nbytes]
         except _UNREADABLE as error:
             wrong = f"weights of version {published.version}: not received from the trainer at {published.source!r}"
             raise WeightsUnreachable(f"{wrong}: {error}") from error
         try:
-            for bucket in range(0 if received else len(published.buckets)):
-                verify(memory, published, bucket)
+            if not made:
+                verify(memory, published)
         except WeightsDamaged:
             path.unlink(missing_ok=True)  # so that it is received again
             raise
+        self._last = published
         return memory
 
     @contextmanager
     def _only_one(self) -> Iterator[bool]:
         """Wait until no other engine of the node receives. Gives False when the one that does has received nothing for so
-        long that it must be stuck."""
+        long that it must be stuck: flock has no deadline, so the lock is tried again and again."""
         with (self._folder / "lock").open("ab") as lock:
             while not (locked := _is_locked(lock.fileno())):
                 if time.time() - os.fstat(lock.fileno()).st_mtime > self._timeout:
@@ -209,40 +213,57 @@ class Depot:
             os.utime(lock.fileno())
             yield locked
 
-    def _receive_into(self, path: Path, published: Published, locked: bool) -> None:
-        """Receive a version into a file, which gets the name ``path`` when it is complete. ``locked``: what another engine
-        has left of it is used, and what is left of others is removed."""
-        part = self._folder / f"part-{self._name}-{published.key()}"
+    def _make(self, path: Path, published: Published, locked: bool) -> None:
+        """Copy a version of this node's trainer, or receive it, into a file, which gets the name ``path`` when it is
+        complete. ``locked``: what another engine has left of it is used, and what is left of others is removed; of older
+        versions the newest stays where the next one may come as changes of it."""
+        part, is_trainers = self._folder / f"part-{self._name}-{published.key()}", self._is_trainers(published)
         if locked:
             complete = sorted(self._folder.glob("weights-*"), key=lambda file: file.stat().st_mtime_ns)
             lefts = sorted(self._folder.glob("part-*"), key=lambda file: not file.name.endswith(f"-{published.key()}"))
             if lefts and lefts[0].name.endswith(f"-{published.key()}"):
                 lefts.pop(0).rename(part)
-            for file in (*complete[:-1], *lefts):
+            for file in (*complete[: len(complete) if is_trainers else -1], *lefts):
                 file.unlink()
         begun = part.exists()
-        arriving = Arriving(published, _mapped(part, published.nbytes, make=True))
+        memory = mapped(part, make=max(published.nbytes, 1))[: published.nbytes]
+        if is_trainers:
+            copy_verified(self._store.mapped(published), memory, published)
+        else:
+            last, self._last = self._last, None  # a base that is damaged is not used again
+            base = self._complete(last.key(), published.nbytes) if last else None
+            self._receive_into(Arriving(published, memory, last, base), begun)
+        part.rename(path)
+
+    def _receive_into(self, arriving: Arriving, begun: bool) -> None:
+        """Receive a version from all of its sources. ``begun``: its memory has some of it."""
+        key = arriving.published.key()
         arriving.alive = lambda: os.utime(self._folder / "lock")
         if begun:
             arriving.keep_verified()
-        self._sendable[published.key()] = arriving
+        self._sendable[key] = arriving
         try:
             _all(lambda source: self._receive_part(arriving, source), len(arriving.sources))
-            part.rename(path)
         except BaseException:
-            del self._sendable[published.key()]
+            del self._sendable[key]
             arriving.fail()
             raise
 
+    def _complete(self, key: str, nbytes: int) -> np.ndarray | None:
+        """Returns the bytes of a version that this node has, by its key; None when it has none of ``nbytes`` bytes."""
+        for file in self._folder.glob("weights-*"):
+            with suppress(FileNotFoundError):
+                if file.name == f"weights-{key}" and file.stat().st_size == max(nbytes, 1):
+                    return mapped(file)[:nbytes]
+        return None
+
     def _receive_part(self, arriving: Arriving, source: int) -> None:
         """Receive one source's part from the node that the source names; from another one when that fails."""
-        origin, failed = arriving.sources[source], list[Address]()
+        origin, sources, failed = arriving.sources[source], len(arriving.sources), list[Address]()
         while True:
-            key, key_there = arriving.published.key(), arriving.published.key(source, len(arriving.sources))
-            request: dict[str, Any] = {"source": source, "first": arriving.there[source]}
             with closing(self._connect(origin, self._timeout)) as trainer:
                 serves = self._serve(trainer.own_address)
-                trainer.send_message({**request, "key": key_there, "serves": serves, "failed": failed})
+                trainer.send_message(arriving.request(source, source, sources, serves=serves, failed=failed))
                 answer = trainer.receive_message()
                 if not answer["have"]:
                     raise arriving.published.damage("the trainer has them no more; take the newest")
@@ -251,7 +272,7 @@ class Depot:
             sender = (str(answer["from"][0]), int(answer["from"][1]))
             try:
                 with closing(self._connect(sender, SILENT_SECONDS)) as node:
-                    node.send_message({**request, "key": key})
+                    node.send_message(arriving.request(source))
                     if not node.receive_message()["have"]:
                         raise ConnectionError("it does not have the version")
                     return arriving.receive(node, source, self._timeout)
@@ -279,7 +300,8 @@ class Depot:
             arriving = self._sendable.get(request["key"])
             node.send_message({"have": arriving is not None})
             if arriving is not None:
-                arriving.send(node, int(request["source"]), int(request["first"]))
+                base = self._complete(request["base"], len(arriving.memory))
+                arriving.send(node, int(request["source"]), int(request["first"]), base)
         except Exception as error:  # most likely that node has ended; if not, it asks another one
             log.warning("weights not sent on", reason=f"{type(error).__name__}: {error}")
 
@@ -303,15 +325,3 @@ def _is_locked(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _mapped(path: Path, nbytes: int, *, make: bool = False) -> np.ndarray:
-    """Returns the first bytes of a file, uint8 [``nbytes``]; ``make``: the file is made as long. Raises OSError, also when
-    shared memory has no room for it."""
-    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o600)
-    try:
-        if make:
-            os.posix_fallocate(descriptor, 0, max(nbytes, 1))
-        return np.frombuffer(mmap.mmap(descriptor, max(nbytes, 1)), np.uint8, nbytes)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,6 @@ damaged where it lies reports it (:func:`damaged`): the trainer starts again, an
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import mmap
@@ -301,15 +300,21 @@ class WeightStore:
 
     def __init__(self, directory: Path, *, slots: int = 2, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.directory, self.slots, self.bucket_bytes = directory, slots, bucket_bytes
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, np.ndarray] = {}
 
     def slot(self, version: int) -> int:
         """Returns the slot of ``version``."""
         return version % self.slots
 
-    def memory(self, slot: int, nbytes: int) -> np.ndarray:
-        """Returns a slot's first bytes, uint8 [``nbytes``], to fill or to send; the file grows to hold them."""
-        return np.frombuffer(self._open(slot, max(nbytes, 1)), np.uint8, nbytes)
+    def memory(self, published: Published) -> np.ndarray:
+        """Returns the bytes of a version's slot, uint8 [``published.nbytes``], to fill or to send; the file grows to hold
+        them."""
+        slot, nbytes = self.slot(published.version), published.nbytes
+        return self._open(slot, max(nbytes, 1))[:nbytes]
+
+    def has(self, published: Published) -> bool:
+        """Whether versions are published here, so that this one is or was."""
+        return self._file(self.slot(published.version)).exists()
 
     def publish(
         self,
@@ -324,14 +329,14 @@ class WeightStore:
         layout, slot = [], self.slot(version)
         buckets: list[tuple[int, int, str]] = []
         at = written = start = 0
-        memory = np.frombuffer(self._open(slot, 1), np.uint8)
+        memory = self._open(slot, 1)
         for name, value in weights:
             source = value.detach().contiguous().view(-1).view(torch.uint8)
             tensor = Tensor(name, str(value.dtype).removeprefix("torch."), list(value.shape), at, source.numel())
             layout.append(tensor)
             at = (at + tensor.nbytes + _ALIGN - 1) // _ALIGN * _ALIGN
             if at > len(memory):  # the first time; later versions find the file as long as they are
-                memory = np.frombuffer(self._open(slot, at), np.uint8)
+                memory = self._open(slot, at)
             target = torch.from_numpy(memory)
             for begin in range(0, tensor.nbytes, self.bucket_bytes):
                 piece, own = source[begin : begin + self.bucket_bytes], len(buckets) % part[1] == part[0]
@@ -348,23 +353,9 @@ class WeightStore:
 
     def read(self, published: Published) -> dict[str, torch.Tensor]:
         """Returns a private, verified copy of a published version, by parameter name. Raises WeightsDamaged."""
-        source = self.mapped(published)
-        copy = np.empty(len(source), np.uint8)
-        for number, (offset, nbytes, _) in enumerate(published.buckets):
-            copy[offset : offset + nbytes] = source[offset : offset + nbytes]
-            verify(copy, published, number)
+        copy = np.empty(max(published.nbytes, 1), np.uint8)
+        copy_verified(self.mapped(published), copy, published)
         return tensors_of(copy, published)
-
-    def verify(self, published: Published) -> None:
-        """Compare the bytes where they lie with their checksums. Raises WeightsDamaged."""
-        source = self.mapped(published)
-        for number in range(len(published.buckets)):
-            verify(source, published, number)
-
-    def view(self, published: Published) -> dict[str, torch.Tensor]:
-        """Returns a published version in place, neither copied nor verified, by parameter name: for a reader that has
-        verified it, and a writer that waits for this reader. Raises WeightsDamaged when it is not there."""
-        return tensors_of(self.mapped(published), published)
 
     def close(self) -> None:
         self._maps.clear()
@@ -373,37 +364,53 @@ class WeightStore:
         """Returns a published version's bytes where they lie, uint8. Raises WeightsDamaged when the file is too short:
         reading a mapped page past its end would be a SIGBUS."""
         published.check()
-        path = self.directory / f"weights-{published.slot}"
+        path = self._file(self.slot(published.version))
         try:
             size = path.stat().st_size
         except FileNotFoundError:
             raise published.damage(f"{path} is not there; is this the node that they were published on?") from None
         if size < published.nbytes:
             raise published.damage(f"{path} has {size} bytes where {published.nbytes} were published")
-        nbytes = max(published.nbytes, 1)
-        return np.frombuffer(self._open(published.slot, nbytes), np.uint8, nbytes)
+        return self.memory(published)
 
-    def _open(self, slot: int, nbytes: int) -> mmap.mmap:
+    def _file(self, slot: int) -> Path:
+        return self.directory / f"weights-{slot}"
+
+    def _open(self, slot: int, nbytes: int) -> np.ndarray:
         if slot not in self._maps or len(self._maps[slot]) < nbytes:
             self.directory.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.directory / f"weights-{slot}", os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # ranks of one node write to one file
-                if os.fstat(descriptor).st_size < nbytes:
-                    os.ftruncate(descriptor, nbytes)
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-                self._maps[slot] = mmap.mmap(descriptor, 0)
-            finally:
-                os.close(descriptor)
+            self._maps[slot] = mapped(self._file(slot), make=nbytes)
         return self._maps[slot]
 
 
-def verify(data: np.ndarray, published: Published, number: int) -> None:
-    """Compare bucket ``number`` of ``data``, all bytes of ``published``, with its checksum. Raises WeightsDamaged."""
-    offset, nbytes, digest = published.buckets[number]
-    if _digest(data[offset : offset + nbytes]) != digest:
-        why = "a later version has overwritten it, or it was corrupted"
-        raise published.damage(f"bucket {number} ({nbytes} bytes) does not match its checksum; {why}")
+def mapped(path: Path, *, make: int = 0) -> np.ndarray:
+    """Returns the bytes of a file, uint8, which is made to have ``make`` at least, also where several processes do so at the
+    same time. Raises OSError, also when shared memory has no room: a page without room would be a SIGBUS."""
+    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size < make:
+            os.posix_fallocate(descriptor, size, make - size)
+        return np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def verify(data: np.ndarray, published: Published, numbers: Iterable[int] | None = None) -> None:
+    """Compare the buckets ``numbers`` (default: all) of ``data``, the bytes of ``published``, with their checksums. Raises
+    WeightsDamaged."""
+    for number in range(len(published.buckets)) if numbers is None else numbers:
+        offset, nbytes, digest = published.buckets[number]
+        if _digest(data[offset : offset + nbytes]) != digest:
+            why = "a later version has overwritten it, or it was corrupted"
+            raise published.damage(f"bucket {number} ({nbytes} bytes) does not match its checksum; {why}")
+
+
+def copy_verified(source: np.ndarray, memory: np.ndarray, published: Published) -> None:
+    """Copy a version's bytes, and compare those of the copy with their checksums. Raises WeightsDamaged."""
+    for number, (offset, nbytes, _) in enumerate(published.buckets):
+        memory[offset : offset + nbytes] = source[offset : offset + nbytes]
+        verify(memory, published, [number])
 
 
 def tensors_of(data: np.ndarray, published: Published) -> dict[str, torch.Tensor]:

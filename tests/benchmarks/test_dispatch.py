@@ -127,13 +127,15 @@ def test_hosts_are_taken_down_and_so_is_what_a_killed_run_has_left(hosts: Networ
     assert not namespaces(os.getpid())
 
 
+@pytest.mark.parametrize("on_ray", [False, True])
 def test_a_quick_run_moves_what_equation_4_says(
-    hosts: Network, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hosts: Network, tmp_path: Path, capsys: pytest.CaptureFixture[str], on_ray: bool
 ) -> None:
     hosts.__exit__()
-    assert dispatch_scale.main(["--quick", "--json", str(tmp_path / "result.json")]) == 0
+    arms = ["dock", "central", "peers"][: 2 if on_ray else 3]
+    command = ["--quick", "--json", str(tmp_path / "result.json"), "--arms", *arms, *(["--ray"] if on_ray else [])]
+    assert dispatch_scale.main(command) == 0
     result = json.loads((tmp_path / "result.json").read_text())["summary"]
-    arms = ("dock", "central", "peers")
     assert [(row["arm"], row["nodes"]) for row in result] == [(arm, n) for arm in arms for n in (1, 2)]
     assert all(row["within"] and row["linearity"] > 0 for row in result), result
     found = {(row["arm"], row["nodes"]): row for row in result}

@@ -2,7 +2,7 @@
 environment, user, read-only root, volumes, secrets, shared memory and health check. What stands in for the images are this
 machine's redis-server and Prometheus, and the environment that runs the tests for the image that is ours.
 
-    Stack ──setup──▶ secrets            one network of their own, in which redis, api, ... are all 127.0.0.1
+    Stack ──setup──▶ secrets            one network of their own, in which redis, api, ... are all one address
       up(service): what it depends on, healthy or completed, then itself ──▶ Container: healthy(), kill(), logs()
 
 Not here: limits of memory and processors, networks that are apart from one another, published ports.
@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 FOLDER = ROOT / "compose"
 CLONE_NEWNET = 0x40000000
+ADDRESS = "10.9.0.1"  # of all services: not loopback, which other machines could not reach
 SOURCE, VENV = "/opt/source", "/opt/asyncdock"  # where a container finds the code; the second is the image's own path
 ENTRYPOINT = f"{SOURCE}/compose/entrypoint.sh"  # the image has it on its path
 SIZES = {"k": 2**10, "m": 2**20, "g": 2**30}
@@ -125,11 +126,11 @@ class Stack:
     def __enter__(self) -> Stack:
         shutil.copytree(FOLDER, self._home, ignore=shutil.ignore_patterns("secrets"))
         subprocess.run([str(self._home / "setup")], check=True, capture_output=True)
-        (self.folder / "hosts").write_text(f"127.0.0.1 localhost {' '.join(self.services)}\n")
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{ADDRESS} {' '.join(self.services)}\n")
         command = self.folder / "asyncdock"
         command.write_text('#!/bin/sh\nexec python -P -m api.cli.main "$@"\n')
         command.chmod(0o755)
-        hold = 'ip link set lo up && echo up && exec sleep "$1"'
+        hold = f'ip link set lo up && ip addr add {ADDRESS}/32 dev lo && echo up && exec sleep "$1"'
         self._network = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", hold, "hold", "1800"],
             stdout=subprocess.PIPE,

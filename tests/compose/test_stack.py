@@ -186,6 +186,29 @@ def test_a_run_ends_with_its_checkpoints_and_logs(stack: Stack) -> None:
     assert "update" in logs
 
 
+def test_a_run_is_on_the_two_hosts_of_the_ray_profile(stack: Stack) -> None:
+    stack.services["ray-host again"] = stack.services["ray-host"]  # its second replica
+    names = ("ray-head", "ray-host", "ray-host again")
+    stack.up(*names[1:])  # and the head, by which they depend on it
+    view, deadline = {"reason": "launch.address"}, time.monotonic() + SLOW
+    # A cluster that is still starting may have no room, or no time, for a run: it is refused, and posted again.
+    while view["reason"].startswith("launch.address") and time.monotonic() < deadline:
+        started = ask(stack, f"{API}/v1/runs", method="POST", body={"recipe_name": "ray"})
+        assert started[0] == 201, started
+        run = started[1]["id"]
+        watched = [stack.containers[name] for name in names]
+        stack.wait(lambda run=run: run_of(stack, run)["state"] in ENDED, SLOW, *watched)
+        view = run_of(stack, run)
+    assert (view["state"], view["steps_done"]) == ("finished", 20), view
+    [metrics] = (stack.folder / "volumes/data").glob(f"*/runs/{run}/metrics.jsonl")
+    events = [json.loads(line)["data"] for line in metrics.read_text().splitlines() if '"kind": "worker"' in line]
+    ready = {event["worker"]: event["node"] for event in events if event["change"] == "ready" and event.get("host")}
+    assert {"update-0", "rollout-0", "rollout-1"} <= ready.keys()
+    assert len(set(ready.values())) == 2, "both hosts have workers"
+    for name in names:
+        stack.containers[name].kill()
+
+
 def test_no_secret_is_on_a_command_line_or_in_a_log(stack: Stack) -> None:
     words = [stack.secret(name) for name in ("token", "metrics_token", "grafana_password")]
     words += re.findall(r":([0-9a-f]{64})@", stack.secret("index_url"))

@@ -1,6 +1,8 @@
-"""``asyncdock agent``: executes a service's runs on this machine, without a REST server.
+"""``asyncdock agent``: executes a service's runs on this machine, without a REST server. ``asyncdock host``: starts workers
+here for a run that another machine executes.
 
-options ──▶ index (or its own below DATA) ──▶ Agent.run until SIGTERM or Ctrl-C; the runs go on without it
+agent ──▶ index (or its own below DATA) ──▶ Agent.run until SIGTERM or Ctrl-C; the runs go on without it
+host  ──▶ Host.run until the run has ended, SIGTERM or Ctrl-C; the run starts its workers elsewhere
 
 --shared: several agents share DATA. Each takes the first free folder of agent-1, agent-2, …, with the runs in it, so that a
 container takes over the runs of the one that it replaces.
@@ -20,6 +22,7 @@ import typer
 from api.cli.exit_codes import BAD_INPUT, FAILED
 from api.cli.options import DataOption, IndexOption
 from api.cli.output import refuse
+from pipeline.index.address import with_password
 
 
 def agent_command(
@@ -52,9 +55,7 @@ async def _work(url: str, data: Path, runs: int, shared: bool) -> None:
     own = None if url else ServiceIndex(data)
     if own is not None:
         url = await asyncio.to_thread(own.start)
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = _stop_by_signal()
     if shared:
         for part in itertools.count(1):
             with contextlib.suppress(AgentError):  # another agent works there
@@ -66,3 +67,54 @@ async def _work(url: str, data: Path, runs: int, shared: bool) -> None:
         await registry.close()
         if not active:
             await asyncio.to_thread(own.stop)
+
+
+def host_command(
+    join: Annotated[
+        str,
+        typer.Option(
+            "--join",
+            metavar="URL",
+            envvar="ASYNCDOCK_INDEX",
+            help="The run's index: redis:// or rediss://; `join` in the run's index.json.",
+        ),
+    ],
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run's id.")],
+    token: Annotated[
+        str,
+        typer.Option(
+            "--token",
+            metavar="TOKEN",
+            envvar="ASYNCDOCK_HOST_TOKEN",
+            help="The index's password, unless the URL has it; `token` in the run's index.json. Prefer the environment "
+            "variable: other users of the machine can read command lines.",
+        ),
+    ] = "",
+    data: Annotated[
+        Path, typer.Option("--data", metavar="DIR", help="The folder of this host, for logs and downloads.")
+    ] = Path("host"),
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Workers at the same time.")] = 1,
+    serve: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="On which other nodes read this one's samples.")
+    ] = "0.0.0.0",
+) -> None:
+    """Start workers of a run that another machine executes. SIGTERM or Ctrl-C ends them; the run starts them elsewhere."""
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+        asyncio.run(_host(with_password(join, token), run, data.resolve(), workers, serve))
+    except (LookupError, OSError, RuntimeError, ValueError) as error:
+        refuse(error, BAD_INPUT if isinstance(error, LookupError | ValueError) else FAILED)
+
+
+async def _host(url: str, run: str, folder: Path, workers: int, serve: str) -> None:
+    from orchestration.run.hosts import Host
+
+    await Host(url, run, folder, workers=workers, serve=serve).run(_stop_by_signal())
+
+
+def _stop_by_signal() -> asyncio.Event:
+    """Returns an event that SIGTERM and Ctrl-C set."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop

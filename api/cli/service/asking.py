@@ -11,6 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,6 +25,7 @@ from api.terminal.screen import complain
 if TYPE_CHECKING:
     from api.client import ApiProblem, Client, ServiceError
     from api.schemas.runs import RunView
+    from pipeline.index.client import Index
 
 T = TypeVar("T")
 
@@ -76,6 +78,25 @@ def ask_for_completion(server: Any, work: Callable[[Client], Awaitable[T]]) -> T
         return asyncio.run(asking())
     except (ServiceError, KeyringError, ValueError):
         return None
+
+
+def ask_here(run: str, work: Callable[[Index], Awaitable[T]], unreachable: str = "") -> tuple[str, T] | None:
+    """Return the id of the run that `asyncdock run` executes in the folder ``run``, and what ``work`` returns with its
+    index; None when ``run`` is not a run's folder. Any failure ends the command; ``unreachable``: what it means when the
+    index does not answer."""
+    folder = Path(run).resolve()
+    if not (folder / "recipe.json").is_file():
+        return None
+    from orchestration.recipe.problems import RecipeError
+    from orchestration.service.lifecycle import ask_in_folder
+    from orchestration.service.registry import WrongState
+
+    try:
+        return asyncio.run(ask_in_folder(folder, work))
+    except ConnectionError as error:
+        refuse(f"{unreachable}{error}", NO_SERVICE if unreachable else FAILED)
+    except (LookupError, WrongState, RecipeError) as error:
+        refuse(error, FAILED)
 
 
 async def newest_runs(client: Client) -> list[RunView]:

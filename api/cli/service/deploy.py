@@ -1,12 +1,12 @@
 """``asyncdock deploy``: serves the policy of a run as a deployment of Ray Serve.
 
-options ──▶ PolicySource, Settings ──▶ api.policy.deployment ──▶ URL on standard output; the deployment stays
+options ──▶ Settings, PolicyDeployment ──▶ Ray Serve ──▶ URL on standard output; the deployment stays
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +28,7 @@ def deploy_command(
     least: Annotated[int, typer.Option("--min", min=0, help="Replicas.")] = 1,
     most: Annotated[int, typer.Option("--max", min=1, help="Replicas.")] = 1,
     target: Annotated[float, typer.Option(help="Requests under way in a replica, by which Serve scales.")] = 16.0,
+    delay: Annotated[float, typer.Option(help="Seconds of more than that, until Serve starts another.")] = 30.0,
     cpus: Annotated[float, typer.Option(help="CPUs of a replica.")] = 1.0,
     gpus: Annotated[float, typer.Option(help="GPUs of a replica.")] = 0.0,
     require_token: Annotated[bool, typer.Option("--require-token", help="On loopback too.")] = False,
@@ -36,34 +37,35 @@ def deploy_command(
 ) -> None:
     """Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray Serve's autoscaling."""
     try:
-        from api.policy.deployment import deploy, undeploy
+        import ray
+        from ray import serve
+
+        from api.policy.deployment import PolicyDeployment
     except ImportError as error:
         refuse(f"deploy: {error}; install it with: pip install 'asyncdock[ray]'", FAILED)
     from api.server.service import Settings
-    from orchestration.policy.source import PolicySource
     from orchestration.service.index_server import ServiceIndex
 
     if least > most:
         refuse(f"--min: {least} is more than --max, which is {most}; raise --max")
-    if not index and data is None:
+    if not (index or data or remove):
         refuse("deploy: give the index of the run, with --index URL, or --data DIR of the service on this machine")
     host, _, port = listen.rpartition(":")
     try:
+        ray.init(address, log_to_driver=False)
         if remove:
-            return undeploy(run, address)
+            return serve.delete(run)
         url = index or ServiceIndex(data).start()  # type: ignore[arg-type]
-        settings = Settings(
-            data=data or Path(),
-            host=host,
-            port=int(port),
-            require_token=require_token,
-            rate=rate,
-            burst=int(2 * rate) + 1,
-        )
+        more: dict[str, Any] = {"require_token": require_token, "rate": rate, "burst": int(2 * rate) + 1}
+        settings = Settings(data=data or Path(), index=url, host=host, port=int(port), **more)
         scale = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
-        deploy(
-            PolicySource(run, url, run, beside=False), settings, scale, {"num_cpus": cpus, "num_gpus": gpus}, address
+        made = PolicyDeployment.options(  # type: ignore[attr-defined]
+            autoscaling_config={**scale, "upscale_delay_s": delay},
+            ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+            max_ongoing_requests=settings.max_waiting,
         )
+        serve.start(http_options={"host": host, "port": settings.port})
+        serve.run(made.bind(run, settings.model_dump_json()), name=run, route_prefix="/")
     except ValueError as error:
         refuse(f"deploy: {error}")
     except (OSError, RuntimeError) as error:

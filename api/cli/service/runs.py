@@ -24,7 +24,7 @@ from api.cli.exit_codes import FAILED, OF_STATE
 from api.cli.options import EventsOption, JsonOption, PlainOption, ServerOption, SetOption
 from api.cli.output import local_time, print_json, refuse, table
 from api.cli.recipe_files import complete_path
-from api.cli.service.asking import ask, ask_for_completion, is_loopback, newest_runs
+from api.cli.service.asking import ask, ask_for_completion, ask_here, is_loopback, newest_runs
 from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError, forget, remember
 from api.terminal.screen import complain, pairs_table, safe_console, write
 from orchestration.escapes import escaped
@@ -145,8 +145,6 @@ def stop(
     server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Ask for a clean end, with a checkpoint. A run that still waits is stopped at once."""
-    if not wait and _asked_here(run, "stop", as_json):
-        return
 
     async def stopped(client: Client) -> RunView:
         view = await client.stop(run)
@@ -155,15 +153,13 @@ def stop(
             view = await client.wait_until_ended(run)
         return view
 
-    _print_state(ask(server, stopped, run), as_json)
+    _request(run, server, as_json, None if wait else _active("stop"), stopped)
 
 
 @runs_app.command()
 def pause(run: LiveArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
     """Let no more samples begin; what is in flight ends."""
-    if _asked_here(run, "pause", as_json):
-        return
-    _print_state(ask(server, lambda client: client.pause(run), run), as_json)
+    _request(run, server, as_json, _active("pause"), lambda client: client.pause(run))
 
 
 @runs_app.command()
@@ -171,18 +167,15 @@ def resume(
     run: LiveArgument, set_: SetOption = None, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER
 ) -> None:
     """Go on after a pause; or, when it has ended, from its newest checkpoint, with the keys that --set changes."""
-    if not set_ and _asked_here(run, "resume", as_json):
-        return
     overrides = _overrides(set_ or [])
-    _print_state(ask(server, lambda client: client.resume(run, overrides), run), as_json)
+    here = None if overrides else _active("resume")
+    _request(run, server, as_json, here, lambda client: client.resume(run, overrides))
 
 
 @runs_app.command()
 def checkpoint(run: LiveArgument, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER) -> None:
     """Ask for a checkpoint after the next step."""
-    if _asked_here(run, "checkpoint", as_json):
-        return
-    _print_state(ask(server, lambda client: client.checkpoint(run), run), as_json)
+    _request(run, server, as_json, _active("checkpoint"), lambda client: client.checkpoint(run))
 
 
 @runs_app.command()
@@ -197,14 +190,12 @@ def scale(
     if kind != "rollout" or not number.isdecimal() or not int(number):
         refuse(f"workers = {workers!r}: is not a number of rollout workers; write for example rollout=4")
 
-    async def ask_here(index: Index) -> str:
+    async def scaled(index: Index) -> str:
         from orchestration.elastic.scale import request_scale
 
         return await request_scale(index, int(number))
 
-    if _asked_here(run, "scale", as_json, ask_here):
-        return
-    _print_state(ask(server, lambda client: client.scale(run, int(number)), run), as_json)
+    _request(run, server, as_json, scaled, lambda client: client.scale(run, int(number)))
 
 
 @runs_app.command()
@@ -434,26 +425,30 @@ def _print_sample(sample: SampleView, console: Console) -> None:
     console.print(sample.response + (" …" if sample.truncated else ""), markup=False, highlight=False, soft_wrap=True)
 
 
-def _asked_here(run: str, what: Ask, as_json: bool, ask_index: Callable[[Index], Awaitable[str]] | None = None) -> bool:
-    """Whether ``run`` is the folder of a run of `asyncdock run`, which was asked for ``what``, or by ``ask_index``. Ends the
-    command when it cannot be."""
-    folder = Path(run).resolve()
-    if not (folder / "recipe.json").is_file():
-        return False
-    from orchestration.recipe.problems import RecipeError
-    from orchestration.service.lifecycle import ask_in_folder
-    from orchestration.service.registry import WrongState
+def _request(
+    run: str,
+    server: str,
+    as_json: bool,
+    here: Callable[[Index], Awaitable[str]] | None,
+    there: Callable[[Client], Awaitable[RunView]],
+) -> None:
+    """Ask a run for something, ``here`` by its index when ``run`` is the folder of one of `asyncdock run`, else ``there`` by
+    its service, and print its state then. ``here`` None: only a service can be asked."""
+    if here is not None and (found := ask_here(run, here)):
+        name, state = found
+        print_json({"id": name, "state": state}) if as_json else complain(f"{name}: {state}")
+    else:
+        view = ask(server, there, run)
+        print_json(view.model_dump_json()) if as_json else complain(f"{view.id}: {view.state}")
 
-    try:
-        name, state = asyncio.run(ask_in_folder(folder, what, ask_index))
-    except (LookupError, WrongState, ConnectionError, RecipeError) as error:
-        refuse(error, FAILED)
-    print_json({"id": name, "state": state}) if as_json else complain(f"{name}: {state}")
-    return True
 
+def _active(what: Ask) -> Callable[[Index], Awaitable[str]]:
+    async def asked(index: Index) -> str:
+        from orchestration.service.registry import ask_active
 
-def _print_state(view: RunView, as_json: bool) -> None:
-    print_json(view.model_dump_json()) if as_json else complain(f"{view.id}: {view.state}")
+        return await ask_active(index, what)
+
+    return asked
 
 
 def _took(run: RunView, now: float) -> str:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,39 +26,40 @@ Names = list[str] | None
 Folders = list[Path] | None
 
 
+def _repeatable(metavar: str, *flag: str, help: str = "") -> Any:
+    return typer.Option(*flag, metavar=metavar, help=f"{help} Repeatable.".lstrip())
+
+
 def serve_command(
     data: DataOption,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Port 0: any that is free.")] = LISTEN,
     index: IndexOption = "",
     runs: Annotated[int, typer.Option(metavar="N", help="Runs at the same time; 0: agents elsewhere.")] = 1,
-    root: Annotated[Folders, typer.Option(metavar="DIR", help="Paths in recipes lie below. Repeatable.")] = None,
-    recipes: Annotated[Folders, typer.Option(metavar="DIR", help="Stored recipes (TOML). Repeatable.")] = None,
-    allow_reward: Annotated[Names, typer.Option(metavar="MODULE:FUNCTION", help="Repeatable.")] = None,
-    allow_algorithm: Annotated[Names, typer.Option(metavar="MODULE:CLASS", help="Repeatable.")] = None,
-    allow_stage: Annotated[Names, typer.Option(metavar="MODULE:CLASS", help="Repeatable.")] = None,
-    allow_engine: Annotated[Names, typer.Option(metavar="MODULE:FACTORY", help="Repeatable.")] = None,
-    allow_dataset: Annotated[Names, typer.Option(metavar="MODULE:FUNCTION", help="Repeatable.")] = None,
-    allow_listen: Annotated[
-        Names, typer.Option(metavar="HOST", help="Address on which runs may open ports. Repeatable.")
+    root: Annotated[Folders, _repeatable("DIR", help="Paths in recipes lie below.")] = None,
+    recipes: Annotated[Folders, _repeatable("DIR", help="Stored recipes (TOML).")] = None,
+    allow_rewards: Annotated[Names, _repeatable("MODULE:FUNCTION", "--allow-reward")] = None,
+    allow_algorithms: Annotated[Names, _repeatable("MODULE:CLASS", "--allow-algorithm")] = None,
+    allow_stages: Annotated[Names, _repeatable("MODULE:CLASS", "--allow-stage")] = None,
+    allow_engines: Annotated[Names, _repeatable("MODULE:FACTORY", "--allow-engine")] = None,
+    allow_datasets: Annotated[Names, _repeatable("MODULE:FUNCTION", "--allow-dataset")] = None,
+    allow_listen: Annotated[Names, _repeatable("HOST", help="Address on which runs may open ports.")] = None,
+    allow_teachers: Annotated[
+        Names, _repeatable("URL", "--allow-teacher", help="`teacher.url` that runs may ask, with any key.")
     ] = None,
-    allow_teacher: Annotated[
-        Names, typer.Option(metavar="URL", help="`teacher.url` that runs may ask, with any key. Repeatable.")
-    ] = None,
-    allow_checkpoints: Annotated[
-        Names, typer.Option(metavar="URL", help="`checkpoint.url` that runs may write to. Repeatable.")
+    allow_checkpoints: Annotated[Names, _repeatable("URL", help="`checkpoint.url` that runs may write to.")] = None,
+    allow_clusters: Annotated[
+        Names, _repeatable("ADDRESS", "--allow-cluster", help="`launch.address` of Ray's.")
     ] = None,
     require_token: Annotated[bool, typer.Option("--require-token", help="On loopback too.")] = False,
-    host_name: Annotated[
-        Names, typer.Option(metavar="NAME", help="A name it is reached by through a proxy. Repeatable.")
-    ] = None,
+    host_name: Annotated[Names, _repeatable("NAME", help="A name it is reached by through a proxy.")] = None,
     tls_certificate: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
     rate: Annotated[float, typer.Option(help="Requests a second of one address.")] = 1000.0,
     max_connections: Annotated[int, typer.Option(help="0: as the limit of open files has room for.")] = 0,
     max_connections_per_address: Annotated[int, typer.Option(help="0: seven eighths of all.")] = 0,
-    policies: Annotated[int, typer.Option(metavar="N", help="Policies that are served at once; 0: none.")] = 1,
+    policies: Annotated[int, typer.Option(metavar="N", help="Policies that are open at once; 0: none.")] = 3,
     checkpoint: Annotated[
-        Names, typer.Option(metavar="NAME=DIR", help="A model that is served, as Hugging Face has it. Repeatable.")
+        Names, _repeatable("NAME=DIR", help="A model that is served, as Hugging Face has it.")
     ] = None,
     max_waiting: Annotated[int, typer.Option(help="Runs in the queue.")] = 1000,
     max_workers: Annotated[int, typer.Option(help="Worker processes of one run.")] = 64,
@@ -69,38 +70,21 @@ def serve_command(
     from api.server.service import Settings
     from orchestration.recipe.values import parse_size
 
+    # The options that have a setting's name.
+    given = {name: value for name, value in locals().items() if name in Settings.model_fields and value is not None}
     host, _, port = listen.rpartition(":")
     try:
-        settings = Settings(
-            data=data,
-            host=host.strip("[]") or "127.0.0.1",
-            port=int(port),
-            index=index,
-            runs=runs,
-            roots=_folders("--root", root),
-            recipes=_folders("--recipes", recipes),
-            allow_rewards=frozenset(allow_reward or ()),
-            allow_algorithms=frozenset(allow_algorithm or ()),
-            allow_stages=frozenset(allow_stage or ()),
-            allow_engines=frozenset(allow_engine or ()),
-            allow_datasets=frozenset(allow_dataset or ()),
-            allow_listen=frozenset(allow_listen or ()),
-            allow_teachers=frozenset(allow_teacher or ()),
-            allow_checkpoints=frozenset(allow_checkpoints or ()),
-            require_token=require_token,
-            hosts=tuple(host_name or ()),
-            tls_certificate=tls_certificate,
-            tls_key=tls_key,
-            rate=rate,
-            burst=max(1, int(2 * rate)),
-            max_connections=max_connections,
-            max_connections_per_address=max_connections_per_address,
-            policies=policies,
-            checkpoints=_checkpoints(checkpoint),
-            max_waiting=max_waiting,
-            max_workers=max_workers,
-            max_arena=int(str(parse_size(max_arena))),
-        )
+        own = {
+            "host": host.strip("[]") or "127.0.0.1",
+            "port": int(port),
+            "roots": _folders("--root", root),
+            "recipes": _folders("--recipes", recipes),
+            "hosts": host_name or (),
+            "burst": max(1, int(2 * rate)),
+            "checkpoints": _checkpoints(checkpoint),
+            "max_arena": int(str(parse_size(max_arena))),
+        }
+        settings = Settings(**given | own)
     except ValueError as error:
         refuse(f"serve: {error}")
     try:

@@ -8,7 +8,11 @@ import { number } from "../format.js";
 const HEIGHT = 148;
 const TABLE_ROWS = 50; // newest steps in the table
 
-export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+/** A colour of dashboard.css, `light-dark(#…, #…)` there; "" for a name that is not in it. Canvases take no functions of CSS. */
+export function colour(name) {
+  const [light = "", dark = light] = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).match(/#\w+/g) ?? [];
+  return matchMedia("(prefers-color-scheme: dark)").matches ? dark : light;
+}
 
 /** A centred moving average over `span` values; missing ones are left out. */
 export function smooth(values, span) {

@@ -103,101 +103,60 @@ export class RunPage {
 
   charts() {
     const bound = this.progress.bound;
-    const plot = (options, columns, alarms = []) => ({ chart: new Chart(options), columns, alarms: new Set(alarms) });
-    const line = (label, colour, more = {}) => ({ label, colour: `series-${colour}`, optional: true, ...more });
-    const rewards = ({ get }) => get("reward_mean");
-    const softly = (columns) => (columns.step.length < SMOOTH_FROM ? rewards(columns) : smooth(rewards(columns), Math.max(5, Math.floor(columns.step.length / 12))));
+    // `of` is the name of a step's number, or a function of the columns.
+    const line = (label, of, colour, more = {}) => ({ label, of, colour: `series-${colour}`, ...more });
+    const [thin, optional, dashed] = [{ width: 1.5 }, { optional: true }, { optional: true, dash: [4, 3] }];
+    const exact = { format: (value) => fixed(value, 3) };
+    const softly = ({ get, step }) => (step.length < SMOOTH_FROM ? get("reward_mean") : smooth(get("reward_mean"), Math.max(5, Math.floor(step.length / 12))));
+    const plot = (title, series, { alarms = [], ...options } = {}) => ({
+      chart: new Chart({ title, series, ...options }),
+      columns: (columns) => series.map(({ of }) => (typeof of === "string" ? columns.get(of) : of(columns))),
+      alarms: new Set(alarms),
+    });
+    const shares = { floor: true, alarms: ["ess", "clip_fraction", "mask_fraction"] };
+    const gaps = ["gap_mean_0", "gap_mean_1", "gap_mean_2", "gap_mean_3", "gap_mean_4", "gap_mean_resumed"];
     this.plots = [
+      plot("Reward", [
+        line("each step", "reward_mean", 1, { ...thin, hushed: true }),
+        line("mean", softly, 1, exact),
+        line("held out", (columns) => this.heldOut(columns), 2, { points: true, ...optional, ...exact }),
+      ]),
+      plot("Loss", [line("loss", "loss", 1, { format: (value) => number(value, 3) })]),
+      plot("KL", [line("to the behaviour policy", "kl_behaviour", 1), line("to the reference", "kl_reference", 2, optional)], { floor: true, alarms: ["kl_reference"] }),
+      plot("Entropy", [line("entropy", "entropy", 1)], { note: "nats, of the policy", floor: true, alarms: ["entropy"] }),
       plot(
-        {
-          title: "Reward",
-          series: [
-            { label: "each step", colour: "series-1", width: 1.5, hushed: true },
-            { label: "mean", colour: "series-1", format: (value) => fixed(value, 3) },
-            { label: "held out", colour: "series-2", points: true, optional: true, format: (value) => fixed(value, 3) },
-          ],
-        },
-        (columns) => [rewards(columns), softly(columns), this.heldOut(columns)],
-      ),
-      plot({ title: "Loss", series: [{ label: "loss", colour: "series-1", format: (value) => number(value, 3) }] }, ({ get }) => [get("loss")]),
-      plot(
-        {
-          title: "KL",
-          floor: true,
-          series: [{ label: "to the behaviour policy", colour: "series-1" }, line("to the reference", 2)],
-        },
-        ({ get }) => [get("kl_behaviour"), get("kl_reference")],
-        ["kl_reference"],
+        "Staleness",
+        [
+          line("max", "staleness_max", 2, { ...thin, stepped: true }),
+          line("mean", "staleness_mean", 1),
+          line("bound", ({ step }) => step.map(() => bound), "bound", { ...thin, dash: [6, 4] }),
+        ],
+        { note: "versions", floor: true },
       ),
       plot(
-        { title: "Entropy", note: "nats, of the policy", floor: true, series: [{ label: "entropy", colour: "series-1" }] },
-        ({ get }) => [get("entropy")],
-        ["entropy"],
+        "Tokens per second",
+        [line("generated", ({ speed }) => speed("tokens_generated"), 1), line("trained", ({ speed }) => speed("tokens_trained"), 2, thin)],
+        { floor: true, format: count },
       ),
+      plot("Seconds per step", [line("step", "seconds", 1), line("of it training", "train_seconds", 2, thin)], { floor: true }),
       plot(
-        {
-          title: "Staleness",
-          note: "versions",
-          floor: true,
-          series: [
-            { label: "max", colour: "series-2", width: 1.5, stepped: true },
-            { label: "mean", colour: "series-1" },
-            { label: "bound", colour: "series-bound", width: 1.5, dash: [6, 4] },
-          ],
-        },
-        ({ get, step }) => [get("staleness_max"), get("staleness_mean"), step.map(() => bound)],
+        "Gap",
+        [
+          line("same weights", "gap_mean_0", 1, optional),
+          line("1 step", "gap_mean_1", 2, optional),
+          line("2 steps", "gap_mean_2", 1, dashed),
+          line("past a swap", "gap_mean_resumed", 2, dashed),
+        ],
+        { note: "nats, engine to trainer", floor: true, alarms: ["probe", "probe_share", "tokenizer", ...gaps] },
       ),
+      plot("Share of tokens", [line("effective", "ess", 1, optional), line("clipped", "clip_fraction", 2, optional), line("masked", "mask_fraction", 2, dashed)], shares),
       plot(
-        {
-          title: "Tokens per second",
-          floor: true,
-          format: count,
-          series: [{ label: "generated", colour: "series-1" }, { label: "trained", colour: "series-2", width: 1.5 }],
-        },
-        ({ speed }) => [speed("tokens_generated"), speed("tokens_trained")],
+        "Variety",
+        [line("distinct responses", "distinct_responses", 1, optional), line("equal groups", "equal_groups", 2, optional)],
+        { note: "shares", floor: true, alarms: ["distinct_responses", "equal_groups", "dropped_groups"] },
       ),
-      plot(
-        {
-          title: "Seconds per step",
-          floor: true,
-          series: [{ label: "step", colour: "series-1" }, { label: "of it training", colour: "series-2", width: 1.5 }],
-        },
-        ({ get }) => [get("seconds"), get("train_seconds")],
-      ),
-      plot(
-        {
-          title: "Gap",
-          note: "nats, engine to trainer",
-          floor: true,
-          series: [line("same weights", 1), line("1 step", 2), line("2 steps", 1, { dash: [4, 3] }), line("past a swap", 2, { dash: [4, 3] })],
-        },
-        ({ get }) => [get("gap_mean_0"), get("gap_mean_1"), get("gap_mean_2"), get("gap_mean_resumed")],
-        ["probe", "probe_share", "tokenizer", "gap_mean_0", "gap_mean_1", "gap_mean_2", "gap_mean_3", "gap_mean_4", "gap_mean_resumed"],
-      ),
-      plot(
-        {
-          title: "Share of tokens",
-          floor: true,
-          series: [line("effective", 1), line("clipped", 2), line("masked", 2, { dash: [4, 3] })],
-        },
-        ({ get }) => [get("ess"), get("clip_fraction"), get("mask_fraction")],
-        ["ess", "clip_fraction", "mask_fraction"],
-      ),
-      plot(
-        { title: "Variety", note: "shares", floor: true, series: [line("distinct responses", 1), line("equal groups", 2)] },
-        ({ get }) => [get("distinct_responses"), get("equal_groups")],
-        ["distinct_responses", "equal_groups", "dropped_groups"],
-      ),
-      plot(
-        { title: "Response length", note: "tokens", floor: true, series: [{ label: "mean", colour: "series-1" }] },
-        ({ get }) => [get("response_length_mean")],
-        ["response_length_mean"],
-      ),
-      plot(
-        { title: "Gradient norm", floor: true, series: [{ label: "before clipping", colour: "series-1" }] },
-        ({ get }) => [get("grad_norm")],
-        ["grad_norm"],
-      ),
+      plot("Response length", [line("mean", "response_length_mean", 1)], { note: "tokens", floor: true, alarms: ["response_length_mean"] }),
+      plot("Gradient norm", [line("before clipping", "grad_norm", 1)], { floor: true, alarms: ["grad_norm"] }),
     ];
     this.grid = element("section", { class: "charts", "aria-label": "Charts" }, this.plots.map(({ chart }) => chart.element));
   }

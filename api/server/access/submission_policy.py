@@ -152,34 +152,38 @@ class _Submission:
         return [f"prompts.{key}", *self._each("prompts.sources", key)]
 
     def refuse_addresses(self) -> None:
-        """Refuse names that are too long, another index, and ports on addresses that the operator has not allowed."""
-        name, index = self.value("name"), self.value("pipeline.index")
+        """Refuse names that are too long, another index, and servers, places and ports that the operator has not allowed."""
+        name, ask = self.value("name"), ASK.format("--allow-listen")
         if isinstance(name, str) and len(name) > LONGEST_NAME:
             self.refuse("name", name, f"is longer than {LONGEST_NAME} characters", "shorten it", "recipe")
-        if index not in (None, "", "embedded"):
-            self.refuse("pipeline.index", index, "is chosen by the service", "leave it out", "embedded")
-        if (served := self.value("pipeline.index_serve")) not in (None, ""):
-            self.refuse("pipeline.index_serve", served, "is chosen by the service", "leave it out", "")
+        port, urls = "opens a port, which a request may not", self.settings.allow_checkpoints
+        place, to_urls = "is a place to which runs of this service copy nothing", ASK.format("--allow-checkpoints")
+        for key, allowed, wrong, fix in (
+            ("pipeline.index", ("embedded",), "is chosen by the service", "leave it out"),
+            ("pipeline.index_serve", (), "is chosen by the service", "leave it out"),
+            ("checkpoint.url", urls, place, f"leave it out, or {to_urls}"),
+            ("pipeline.serve", self.settings.allow_listen, port, f"leave it out, or {ask}"),
+        ):
+            if (value := self.value(key)) not in (None, "", *allowed):
+                self.refuse(key, value, wrong, fix, "embedded" if key == "pipeline.index" else "")
         teacher = self.value("teacher.url")
         if isinstance(teacher, str) and teacher and teacher not in self.settings.allow_teachers:
             wrong = "is a server that runs of this service do not ask"  # nor does it get a key of the environment
             self.refuse("teacher.url", teacher, wrong, f"use model.reference, or {ASK.format('--allow-teacher')}", "")
             self.data.pop("teacher")
-        store = self.value("checkpoint.url")
-        if store not in (None, "", *self.settings.allow_checkpoints):
-            wrong, ask = "is a place to which runs of this service copy nothing", ASK.format("--allow-checkpoints")
-            self.refuse("checkpoint.url", store, wrong, f"leave it out, or {ask}", "")
-        wrong, ask = "opens a port, which a request may not", ASK.format("--allow-listen")
-        address = self.value("pipeline.serve")
-        if address not in (None, "") and not self._may_listen(address):
-            self.refuse("pipeline.serve", address, wrong, f"leave it out, or {ask}", "")
+        cluster = self.value("launch.address") or "auto"
+        if self.value("launch.launcher") == "ray" and cluster not in self.settings.allow_clusters:
+            wrong = "is a cluster on which runs of this service have no workers"
+            fix = f"take launch.launcher out, or {ASK.format('--allow-cluster')}"
+            self.refuse("launch.address", cluster, wrong, fix, "auto")
+            override(self.data, "launch.launcher", "process")
         address, fix = self.value("sync.serve"), f"take sync.transport and sync.serve out, or {ask}"
         if self.value("sync.transport") != "collective" or self._may_listen(address or LISTEN_BY_DEFAULT):
             return
         if address is None:
-            self.refuse("sync.transport", "collective", wrong, fix, "shared_memory")
+            self.refuse("sync.transport", "collective", port, fix, "shared_memory")
         else:
-            self.refuse("sync.serve", address, wrong, fix, LISTEN_BY_DEFAULT)
+            self.refuse("sync.serve", address, port, fix, LISTEN_BY_DEFAULT)
 
     def _may_listen(self, address: Any) -> bool:
         return isinstance(address, str) and address in self.settings.allow_listen

@@ -34,7 +34,6 @@ from api.schemas.runs import (
     StageWorker,
     SubmitHeaders,
     WaitingView,
-    WaitView,
     Warehouse,
 )
 from api.server.operations import Reply, operation
@@ -53,7 +52,6 @@ from pipeline.index.client import DROPPED, IndexRefused
 TAIL_BYTES = 2**20  # of each log that are read, from its end
 AT_ONCE = 16  # concurrent requests to the index for one page
 RUN = "/v1/runs/{run}"
-SHARES = ("busy", "waiting_input", "waiting_room", "other", "wall", "rows", "tokens", "queue_depth", "in_flight")
 
 
 @operation(
@@ -207,10 +205,9 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
 async def get_waiting(service: Service, path: RunPath) -> WaitingView:
     """The chain of waiting: what training waits for, down to a worker and its last sign of life."""
     try:
-        chain = await waiting_chain(service.index((await service.registry.get(path.run)).id))
+        return WaitingView(chain=await waiting_chain(service.index((await service.registry.get(path.run)).id)))
     except (IndexRefused, LookupError):  # the run has not started
-        chain = []
-    return WaitingView(chain=[WaitView(**dataclasses.asdict(wait), text=str(wait)) for wait in chain])
+        return WaitingView(chain=[])
 
 
 @operation("GET", f"{RUN}/checkpoints", scope="read", summary="Its checkpoints", tag="runs", errors=(404,))
@@ -264,9 +261,8 @@ def _workers(status: RunStatus, stage: str) -> Iterator[StageWorker]:
         if worker.latest.stage == stage:
             process = status.process(name)
             state, pid = status.processes.get(process, ("", 0))
-            shares = {share: getattr(worker.latest, share) or 0 for share in SHARES}
             node, host = status.nodes.get(process, ("", ""))
-            yield StageWorker(worker=name, process=process, state=state, pid=pid, node=node, host=host, **shares)
+            yield StageWorker(**vars(worker.latest), process=process, state=state, pid=pid, node=node, host=host)
 
 
 def _hosts(status: RunStatus) -> Iterator[Host]:

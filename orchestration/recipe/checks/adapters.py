@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.problems import Problem
+from orchestration.recipe.problems import Problem, value_or_none
 from orchestration.recipe.schema import Recipe
 
 NONE = "or model.lora.rank = 0"
@@ -42,9 +42,7 @@ def adapters_fit_the_model(recipe: Recipe, environment: Environment) -> Iterator
     from stages.adapters.names import adapted_layers
     from stages.models import empty_model
 
-    try:
-        model = empty_model(recipe.model.source)
-    except Exception:  # reported for the model
+    if (model := value_or_none(lambda: empty_model(recipe.model.source))) is None:
         return
     try:
         layers = adapted_layers(model, adapters.targets)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.planner import prompt_limits, vocabulary_of
-from orchestration.recipe.problems import Problem, RecipeError, split_fix
+from orchestration.recipe.problems import Problem, RecipeError, split_fix, value_or_none
 from orchestration.recipe.schema import Recipe
 from stages.prompts.file_checks import PromptCheck
 from stages.prompts.files import PromptError, Reading, Row
@@ -59,10 +59,7 @@ def _tokenizer(recipe: Recipe) -> Tokenizer | None:
     from stages.models import is_ready, load_tokenizer
 
     source = "tiny" if recipe.model.source == "mock" else recipe.model.source
-    try:
-        return load_tokenizer(source) if is_ready(source) else None
-    except Exception:  # what is wrong with the model is another check's; of damaged files, tokenizers raises Exception
-        return None
+    return value_or_none(lambda: load_tokenizer(source) if is_ready(source) else None)
 
 
 def _first_row(options: PromptOptions, seed: int) -> tuple[Row, str] | None:

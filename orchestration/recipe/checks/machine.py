@@ -32,7 +32,7 @@ from orchestration.recipe.planner import (
     trained_state,
     vocabulary_of,
 )
-from orchestration.recipe.problems import Problem, split_fix, suggest
+from orchestration.recipe.problems import Problem, split_fix, suggest, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
@@ -102,14 +102,12 @@ VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes th
 def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     if (reference := recipe.model.reference) is None:
         return
-    try:
-        if not recipe.needs_reference:
+    if not (needed := value_or_none(lambda: recipe.needs_reference)):
+        if needed is False:
             wrong = (
                 f"is read by no stage: algorithm.name = {recipe.algorithm.name!r} with these options needs no reference"
             )
             yield problem(recipe, "model.reference", wrong, "take it out, or use an algorithm that reads ref_logprobs")
-            return
-    except Exception:  # reported for the algorithm or the flow
         return
     fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/model of a run"
     yield from _same_family(recipe, "model.reference", reference, fix)
@@ -139,11 +137,8 @@ def _same_family(recipe: Recipe, key: str, source: str, fix: str) -> Iterator[Pr
         return
     from stages.models import load_tokenizer
 
-    try:
-        same = load_tokenizer(source).get_vocab() == load_tokenizer(recipe.model.source).get_vocab()
-    except Exception:  # reported for the model
-        return
-    if not same:
+    found = value_or_none(lambda: [load_tokenizer(of).get_vocab() for of in (source, recipe.model.source)])
+    if found and found[0] != found[1]:
         wrong = f"has another vocabulary than model.source = {recipe.model.source!r}: it cannot score the same tokens"
         yield problem(recipe, key, wrong, "use a checkpoint of the same family")
 

@@ -14,7 +14,7 @@ from orchestration.recipe.checks.machine import free_bytes
 from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, Engine, Parts
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.planner import arena_bytes, memory_of, plan, prompt_limits
-from orchestration.recipe.problems import Problem
+from orchestration.recipe.problems import Problem, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
 from pipeline.warehouse.arena import shared_memory_directory
@@ -31,10 +31,7 @@ def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Proble
     """What lies in host memory, of all processes together, and each engine on its accelerator, against what there is."""
     if not environment.devices:
         return
-    try:
-        of = memory_of(recipe)
-    except Exception:  # reported for the code that the recipe names, which may raise anything
-        return
+    of = value_or_none(lambda: memory_of(recipe))
     free = free_bytes(shared_memory_directory())
     if not of or (free is not None and recipe.pipeline.arena > free):  # the arena is reported by itself
         return
@@ -45,7 +42,9 @@ def memory_has_room(recipe: Recipe, environment: Environment) -> Iterator[Proble
 
     on_host: dict[str, Parts] = {SHARED: shared}
     for side, parts in of.items():
-        device, engines = device_of(recipe, side), count(recipe, side)
+        # The section's own device, or where that has none, as for the reference, where training computes.
+        device = getattr(getattr(recipe, side, None), "device", None) or recipe.train.device
+        engines = count(recipe, side)
         here = on_cpu(device)
         on_host[side] = {part: engines * size for part, size in parts.items() if here or part in HOST_PARTS}
         there = {} if here else {part: size for part, size in parts.items() if part not in HOST_PARTS + CPU_PARTS}
@@ -62,11 +61,6 @@ def count(recipe: Recipe, side: Engine) -> int:
     return {"train": recipe.train.ranks, "rollout": recipe.replicas, "reference": 1, "critic": recipe.critic.ranks}[
         side
     ]
-
-
-def device_of(recipe: Recipe, side: Engine) -> str:
-    """The device of the section of this name, or where that has none, as for the reference, where training computes."""
-    return getattr(getattr(recipe, side, None), "device", None) or recipe.train.device
 
 
 def _too_large(recipe: Recipe, of: dict[str, Parts], room: int, where: str) -> Problem:

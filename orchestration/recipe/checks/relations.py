@@ -14,7 +14,7 @@ from orchestration.guard.rules import METRICS
 from orchestration.recipe.checks.registry import check, problem
 from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.planner import arena_bytes, heads_of
-from orchestration.recipe.problems import Problem
+from orchestration.recipe.problems import Problem, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, CriticSection, TrainSection
 from orchestration.recipe.values import format_size
@@ -108,11 +108,8 @@ def samples_are_of_the_whole_distribution(recipe: Recipe) -> Iterator[Problem]:
     rollout = recipe.rollout
     if (not rollout.top_k and rollout.top_p == 1) or not recipe.runs_stage("update"):
         return
-    try:
-        flow = flow_of(recipe)
-    except Exception:  # reported for the flow itself
-        return
-    if not (readers := [stage.name for stage in flow.stages if "rollout_logprobs" in stage.needs]):
+    flow = value_or_none(lambda: flow_of(recipe))
+    if not (readers := [stage.name for stage in flow.stages if "rollout_logprobs" in stage.needs] if flow else []):
         return
     key, off = ("top_k", "0") if rollout.top_k else ("top_p", "1.0")
     wrong = (
@@ -202,11 +199,7 @@ def given_responses_fit(recipe: Recipe) -> Iterator[Problem]:
     if recipe.algorithm.group_size != len(columns):
         wrong = f"is not the number of prompts.responses, {len(columns)}: each is one response of a group"
         yield problem(recipe, "algorithm.group_size", wrong, f"set algorithm.group_size = {len(columns)}")
-    try:
-        weighted = "rollout_logprobs" in algorithm_of(recipe).loss_reads
-    except Exception:  # reported for the algorithm itself
-        weighted = False
-    if weighted:
+    if value_or_none(lambda: "rollout_logprobs" in algorithm_of(recipe).loss_reads):
         wrong = "reads rollout_logprobs, but prompts.responses are given, not drawn from a policy"
         yield problem(recipe, "algorithm.name", wrong, "use an algorithm such as 'sft' or 'dpo'")
     if recipe.prompts.column in columns:
@@ -238,9 +231,7 @@ def difficulty_is_measured(recipe: Recipe) -> Iterator[Problem]:
 
 @check("algorithm", "critic", "launch.placement", "train.engine", "external")
 def critic_is_possible(recipe: Recipe) -> Iterator[Problem]:
-    try:
-        algorithm = algorithm_of(recipe)
-    except Exception:  # reported for the algorithm itself
+    if (algorithm := value_or_none(lambda: algorithm_of(recipe))) is None:
         return
     has_own, has_head = algorithm.critic_algorithm() is not None, "value head" in algorithm.scores.values()
     if not has_own:
@@ -262,13 +253,7 @@ def critic_is_possible(recipe: Recipe) -> Iterator[Problem]:
 
 @check("external", "algorithm", "stages")
 def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.runs_stage("reference"):
-        return
-    try:
-        needed = recipe.needs_reference
-    except Exception:  # reported for the algorithm itself
-        return
-    if not needed:
+    if not recipe.runs_stage("reference") and value_or_none(lambda: recipe.needs_reference) is False:
         wrong = f"has 'reference', which algorithm.name = {recipe.algorithm.name!r} with these options does not use"
         yield problem(recipe, "external.stages", wrong, "set algorithm.options.kl_coef > 0, or take 'reference' out")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.problems import Problem
+from orchestration.recipe.problems import Problem, value_or_none
 from orchestration.recipe.schema import Recipe
 
 PROBE_SECONDS, PROBE_RETRIES = 20.0, 1  # of a check; a run waits longer
@@ -31,11 +31,7 @@ def teacher_is_needed(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.temperature != 1.0:
         wrong = "is not 1, but the server teacher.url gives logprobs at temperature 1"
         yield problem(recipe, "rollout.temperature", wrong, "set it to 1.0, or use model.reference")
-    try:
-        needed = recipe.needs_reference
-    except Exception:  # reported for the algorithm or the flow
-        return
-    if not needed:
+    if value_or_none(lambda: recipe.needs_reference) is False:
         wrong = f"is asked by no stage: {recipe.algorithm.name} with these options reads no ref_logprobs"
         yield problem(recipe, "teacher.url", wrong, "take it out, or use an algorithm such as 'distillation'")
 
@@ -47,20 +43,18 @@ def teacher_answers(recipe: Recipe, environment: Environment) -> Iterator[Proble
     from orchestration.run.engines import teacher_options, tokenizer_of
     from stages.inference.teacher import TeacherRefused, TeacherServer, TeacherUnreachable
 
-    async def probe() -> None:
-        server = TeacherServer(teacher_options(recipe, PROBE_SECONDS, PROBE_RETRIES), tokenizer)
+    async def probe(server: TeacherServer) -> None:
         try:
             await server.open()
         finally:
             await server.close()
 
-    try:
-        tokenizer = tokenizer_of(recipe)
-    except Exception:  # reported for the model
+    if (tokenizer := value_or_none(lambda: tokenizer_of(recipe))) is None:
         return
     try:
+        server = TeacherServer(teacher_options(recipe, PROBE_SECONDS, PROBE_RETRIES), tokenizer)
         with ThreadPoolExecutor(1, "teacher") as thread:  # a loop of its own: a check may be called inside of one
-            thread.submit(lambda: asyncio.run(probe())).result()
+            thread.submit(lambda: asyncio.run(probe(server))).result()
     except (TeacherRefused, TeacherUnreachable) as error:
         key, _, wrong = str(error).partition(": ")
         wrong, _, fix = wrong.rpartition("; ")

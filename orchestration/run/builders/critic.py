@@ -12,7 +12,7 @@ from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import critic_engine
 from stages.algorithms import NamedAlgorithm
 from stages.engines.plans import Ranks
-from stages.inference.critic import Values
+from stages.inference.scores import Values
 from stages.training.critic import CriticOrders, CriticRank, CriticWorker
 from stages.training.ranks import RankGroup, RankWorker
 
@@ -34,7 +34,7 @@ class CriticJob(Job):
         meeting = await self.meet(rank_group) if ranks.world > 1 else None
         engine = await asyncio.to_thread(critic_engine, recipe, ranks if meeting else None, meeting)
         self.resources.callback(engine.close)
-        self._writer = checkpoint.Writer(engine, self.number)
+        self._writer = checkpoint.Writer(engine, self.number, self.paths.url)
         self.resources.push_async_callback(self._writer.close)
         found = await self.newest_checkpoint(checkpoint.CRITIC)
         if found is not None:
@@ -73,7 +73,7 @@ class CriticJob(Job):
         self._controller.wake()
 
     async def _begin_writing(self, partial: Path) -> Awaitable[None]:
-        return await self._writer.begin(partial / checkpoint.CRITIC)
+        return await self._writer.begin(self.paths.checkpoints / partial, checkpoint.CRITIC)
 
     async def _save(self, partial: Path) -> Awaitable[None]:
         """Copy the engine's state, and write it below the checkpoint ``partial``. Raises DiskRefused."""
@@ -85,6 +85,8 @@ class CriticJob(Job):
             except asyncio.CancelledError:
                 raise
             except BaseException as error:  # torch's CheckpointException is no Exception
-                raise checkpoint.lasting_refusal(error, partial.parent, self._worker.trained) or error from error
+                raise (
+                    checkpoint.lasting_refusal(error, self.paths.checkpoints, self._worker.trained) or error
+                ) from error
 
         return written()

@@ -10,7 +10,7 @@ import structlog
 from orchestration.guard.rules import DROPPED
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import prompt_limits
-from orchestration.rewards.reward_set import droppers
+from orchestration.rewards.pool import droppers
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import terms_of
 from stages.difficulty import Difficulty
@@ -23,8 +23,7 @@ from stages.prompts.given_responses import GivenResponses
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.prompts.too_long import TOO_LONG_FILE
 from stages.rewards.stage import Reward
-from stages.training.advantage import Advantage
-from stages.training.drop_alarm import DropAlarm
+from stages.training.advantage import Advantage, DropAlarm
 
 log = structlog.get_logger()
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import SyncSection
-from orchestration.rewards.reward_set import reward_pool, reward_set
+from orchestration.rewards.pool import reward_pool, reward_set
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.engines import tokenizer_of

@@ -116,8 +116,9 @@ def make_rollout(job: Job, engine: RolloutEngine, prompts: Sequence[Prompt]) -> 
     """Returns the rollout stage of ``engine``, and the evaluator that answers ``prompts``, if there are any."""
     recipe, sampling, size = job.recipe, sampling_of(job.recipe, job.tokenizer), job.recipe.algorithm.group_size
     # A single worker takes a whole step's groups at once, so that the batch that it decodes does not depend on how fast the
-    # rest of the run is; several workers share the groups by the room that each has.
-    step_rows = recipe.train.groups_per_step * size if recipe.replicas == 1 else 0
+    # rest of the run is; several workers, also those that join later, share the groups by the room that each has.
+    is_alone = recipe.replicas == 1 and not job.number and not recipe.launch.autoscale.max
+    step_rows = recipe.train.groups_per_step * size if is_alone else 0
     stage = Rollout(
         job.dock,
         engine,

@@ -19,6 +19,7 @@ from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.engines import probe_tokens, train_engine, weight_publisher
+from orchestration.run.storage.store import CheckpointStore, StoreRefused
 from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_REPORTED, CHECKPOINT_WRITTEN
 from pipeline.controller import Controller
 from pipeline.events import CheckpointEvent
@@ -89,7 +90,7 @@ class UpdateJob(Job):
         self.resources.callback(self.engine.close)
         self._saving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._saving.set_result(None)
-        self._writer = checkpoint.Writer(self.engine, self.number)
+        self._writer = checkpoint.Writer(self.engine, self.number, self.paths.url)
         self.resources.push_async_callback(self._end_writing)
         self.checkpoint = await self.newest_checkpoint(checkpoint.TRAIN)
         self._saved = 0  # version of the newest checkpoint, which may not be whole yet
@@ -106,7 +107,7 @@ class UpdateJob(Job):
             self.algorithm(),
             self.rank_group,
             version=self._saved,
-            save=self._writer.begin,
+            save=lambda name: self._writer.begin(self.paths.checkpoints / name),
             device=device,
             publisher=publisher,
         )
@@ -190,9 +191,9 @@ class UpdateJob(Job):
         with self._spans.during("checkpoint copy", version=version):
             with self._refusals(version):
                 partial = await asyncio.to_thread(checkpoint.begin, folder, version)
-            await self.rank_group.broadcast("save", folder=str(partial))
+            await self.rank_group.broadcast("save", together=False, folder=partial.name)  # each copies its own state
             if self.critic is not None:
-                await self.critic.send("save", folder=str(partial))
+                await self.critic.send("save", folder=partial.name)
             writing = await self._writer.begin(partial)
         self._saved, self._answered = version, request or self._answered
         exposed = time.monotonic() - began
@@ -202,6 +203,8 @@ class UpdateJob(Job):
                 await writing
                 if self.critic is not None:
                     await self.critic.until_saved()
+                    if self.paths.url:  # it may be on another node
+                        await asyncio.to_thread(CheckpointStore(self.paths.url).fetch_staged, partial)
                 keep = self.recipe.checkpoint.keep
                 written = await asyncio.to_thread(checkpoint.finish, folder, self.tokenizer, version, point, keep)
                 await self._push(written)
@@ -229,8 +232,6 @@ class UpdateJob(Job):
     async def _push(self, written: Checkpoint) -> None:
         """Copy a checkpoint to ``checkpoint.url``, if there is one. Raises DiskRefused."""
         if self.paths.url:
-            from orchestration.run.storage.store import CheckpointStore, StoreRefused
-
             try:
                 store = await asyncio.to_thread(CheckpointStore, self.paths.url)
                 await asyncio.to_thread(store.push, written.path, self.recipe.checkpoint.keep)

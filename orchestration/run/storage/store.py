@@ -3,6 +3,9 @@
     trainer: checkpoints/step-00000020/ on its disk ─▶ push: each file ─▶ URL/step-00000020/files.json, the last one
     others:  files.json ─▶ pull: the parts that they read ─▶ checkpoints/step-00000020/ on their disk
 
+Ranks of the trainer on other nodes stage their shards there first: a shard ─▶ URL/.step-00000020.partial/train/ ─▶ rank 0's
+disk, as its checkpoints are whole; in the push it is moved on the server.
+
 A checkpoint exists at the URL while its files.json does, which lists the files with their sizes. Credentials come from the
 environment, as the library of the scheme reads them. fsspec is imported when a store is opened.
 """
@@ -14,7 +17,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -88,22 +91,45 @@ class CheckpointStore:
                 f"{error}); `asyncdock resume` copies it when that is mended"
             ) from error
 
+    def stage(self, folder: Path, part: str) -> None:
+        """Copy what is below ``part`` of a checkpoint that is being written in ``folder`` to where rank 0 fetches it."""
+        self._put({path.relative_to(folder).as_posix(): path for path in _files_below(folder / part)}, folder.name)
+
+    def fetch_staged(self, folder: Path) -> None:
+        """Copy what other nodes have staged of a checkpoint to ``folder``, where it is not there yet."""
+        for name in self._staged(folder.name):
+            if not (folder / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(f"{self._root}/{folder.name}/{name}", str(folder / name))
+
+    def _staged(self, name: str) -> list[str]:
+        root = f"{self._root}/{name}"
+        return [str(PurePosixPath(path).relative_to(root)) for path in self._files.find(root)]
+
+    def _put(self, files: Mapping[str, Path], name: str) -> None:
+        """Copy ``files`` to their names below the folder ``name``."""
+        for folder in sorted({str(parent) for file in files for parent in PurePosixPath(file).parents}):
+            self._make_folder(f"{self._root}/{name}/{folder}".removesuffix("/."))
+        self._files.put([str(path) for path in files.values()], [f"{self._root}/{name}/{file}" for file in files])
+
     def _push(self, checkpoint: Path) -> None:
-        files = {path.relative_to(checkpoint).as_posix(): path for path in checkpoint.rglob("*") if path.is_file()}
-        root = f"{self._root}/{checkpoint.name}"
+        files = {path.relative_to(checkpoint).as_posix(): path for path in _files_below(checkpoint)}
+        root, partial_name = f"{self._root}/{checkpoint.name}", f".{checkpoint.name}.partial"
         self._remove(checkpoint.name)
-        for folder in sorted({str(parent) for name in files for parent in PurePosixPath(name).parents}):
-            self._make_folder(f"{root}/{folder}".removesuffix("/."))
+        staged = [name for name in self._staged(partial_name) if name in files]
+        self._put({name: path for name, path in files.items() if name not in staged}, checkpoint.name)
+        for name in staged:
+            self._files.mv(f"{self._root}/{partial_name}/{name}", f"{root}/{name}")
+        self._remove(partial_name)
         targets = [f"{root}/{name}" for name in files]
-        self._files.put([str(path) for path in files.values()], targets)
         sizes = {name: path.stat().st_size for name, path in files.items()}
         partial = f"{root}/.{FILES}" if self._is_local else f"{root}/{FILES}"  # an object appears whole
         self._files.pipe_file(partial, json.dumps(sizes).encode())
         if self._is_local:
             for path in (*targets, partial, root):
-                _sync(path)
+                sync(path)
             self._files.mv(partial, f"{root}/{FILES}")
-            _sync(root)
+            sync(root)
 
     def _remove(self, name: str) -> None:
         """Remove a checkpoint, which stops to exist at once."""
@@ -134,7 +160,7 @@ class CheckpointStore:
             for file, size in wanted.items():
                 if (got := (partial / file).stat().st_size) != size:
                     raise OSError(f"checkpoint: {self.url}/{name}/{file} has {got} bytes of {size}; copy it again")
-                _sync(partial / file)
+                sync(partial / file)
             target.mkdir(exist_ok=True)
             for part in lacking:  # run.json comes last: a checkpoint is listed by it
                 os.replace(partial / part, target / part)
@@ -142,7 +168,11 @@ class CheckpointStore:
         return target
 
 
-def _sync(path: Any) -> None:
+def _files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def sync(path: Any) -> None:
     """Wait until a file, or the list of a folder's files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -207,10 +207,9 @@ class Queue(LoopThread):
             raise ValueError(f"keys or partition were not found! partition {partition!r} has no keys {missing[:10]}")
         records = np.frombuffer(b"".join(entry[6:] for entry in entries), _RECORD)
         fields = self._fields_of(partition, reply.fields.decode()).by_name
-        held = {
-            name: np.flatnonzero(records["fields"] >> np.uint64(bit) & np.uint64(1))
-            for name, (bit, _) in fields.items()
-        }  # each field is in one record of a key
+        # Each field is in one record of a key.
+        bits = {name: np.uint64(bit) for name, (bit, _) in fields.items()}
+        held = {name: np.flatnonzero(records["fields"] >> bit & np.uint64(1)) for name, bit in bits.items()}
         complete = [name for name, at in held.items() if len(at) == len(keys)]
         names = complete if select is None else list(dict.fromkeys(select))
         if not names or (lacking := [name for name in names if name not in complete]):

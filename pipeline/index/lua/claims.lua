@@ -28,12 +28,9 @@ end
 
 -- Rows can be claimed, with their progress, by any worker of the stage.
 local function make_parked(run, stage, rows)
-  local total = 0
-  for i = 1, #rows, 2 do
-    add(run .. 'parked:' .. stage.name, rows[i], rows[i + 1])
-    total = total + rows[i + 1] - rows[i] + 1
-  end
+  local total = size_of(rows)
   if total == 0 then return 0 end
+  for i = 1, #rows, 2 do add(run .. 'parked:' .. stage.name, rows[i], rows[i + 1]) end
   count(run, 'parked:' .. stage.name, total)
   wake_stage(run, stage.name)
   return total
@@ -391,11 +388,8 @@ define('claim', function(run, a)
   elseif n > 0 then
     count(run, 'ready:' .. stage.name, -n)
   end
-  local pairs_of, left = {}, 0
-  for i = 1, #rows, 2 do
-    pairs_of[#pairs_of + 1] = { rows[i], rows[i + 1] }
-    left = left + rows[i + 1] - rows[i] + 1
-  end
+  local pairs_of, left = {}, size_of(rows)
+  for i = 1, #rows, 2 do pairs_of[#pairs_of + 1] = { rows[i], rows[i + 1] } end
   table.sort(pairs_of, function(x, y) return x[1] < y[1] end)
   local held = {}
   for _, pair in ipairs(pairs_of) do append(held, pair[1], pair[2]) end

@@ -15,13 +15,10 @@ local function own(cfg, since, t) return since > 0 and t - since < (cfg.headstar
 -- Adds ranges to what can be claimed from a stage, and wakes the claims that wait for them.
 local function make_ready(run, stage, home, list)
   if stage.takes == 'batch' then home = 0 end
-  local key, total = run .. 'ready:' .. stage.name .. ':' .. home, 0
-  local there = call('EXISTS', key) == 1
-  for i = 1, #list, 2 do
-    add(key, list[i], list[i + 1])
-    total = total + list[i + 1] - list[i] + 1
-  end
+  local key, total = run .. 'ready:' .. stage.name .. ':' .. home, size_of(list)
   if total == 0 then return end
+  local there = call('EXISTS', key) == 1
+  for i = 1, #list, 2 do add(key, list[i], list[i + 1]) end
   count(run, 'ready:' .. stage.name, total)
   -- The gate may wait for them, see `replacements_wait`.
   if stage.takes == 'batch' and config(run).slack == 0 and value(run, 'filtered_groups') > 0 then wake(run, 'version') end
@@ -122,12 +119,7 @@ local function replacements_wait(run, cfg)
   if cfg.slack ~= 0 or value(run, 'filtered_groups') == 0 then return false end
   for _, stage in ipairs(cfg.stages) do
     if stage.takes == 'batch' then
-      local open = 0
-      for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
-        local first, last = ends(member)
-        open = open + last - first + 1
-      end
-      return value(run, 'ready:' .. stage.name) < open
+      return value(run, 'ready:' .. stage.name) < size_of(members(run .. 'open'))
     end
   end
   return false

@@ -69,3 +69,17 @@ local function append(list, a, b)
     list[#list + 1], list[#list + 2] = a, b
   end
 end
+
+-- The ranges of a set, as a flat list.
+local function members(key)
+  local list = {}
+  for _, member in ipairs(call('ZRANGE', key, 0, -1)) do append(list, ends(member)) end
+  return list
+end
+
+-- How many numbers the ranges of a flat list have.
+local function size_of(list)
+  local total = 0
+  for i = 1, #list, 2 do total = total + list[i + 1] - list[i] + 1 end
+  return total
+end

@@ -71,18 +71,15 @@ end)
 -- the other counters; and those that an ended run has left.
 local function in_flight(run)
   local samples, tokens = value(run, 'left'), value(run, 'left_tokens')
-  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
-    local first, last = ends(member)
-    local rows = rows_in(run, { first, last })
-    for i = 1, #rows, 2 do
-      local numbers = read(run, 'g', 8, rows[i], rows[i + 1])
-      stretches(read(run, 's', 8, rows[i], rows[i + 1]), function(entry, x, y)
-        local _, _, state = unpack_at('<I4I2I1', entry)
-        if state ~= GENERATED then return end
-        samples = samples + y - x + 1
-        for j = x, y do tokens = tokens + unpack_at('<I4', numbers, 8 * j + 5) end
-      end)
-    end
+  local rows = rows_in(run, members(run .. 'open'))
+  for i = 1, #rows, 2 do
+    local numbers = read(run, 'g', 8, rows[i], rows[i + 1])
+    stretches(read(run, 's', 8, rows[i], rows[i + 1]), function(entry, x, y)
+      local _, _, state = unpack_at('<I4I2I1', entry)
+      if state ~= GENERATED then return end
+      samples = samples + y - x + 1
+      for j = x, y do tokens = tokens + unpack_at('<I4', numbers, 8 * j + 5) end
+    end)
   end
   return samples, tokens
 end
@@ -151,11 +148,7 @@ end, true)
 -- warehouse, …}
 define('stats', function(run, a)
   local cfg, t = config(run), now()
-  local open = 0
-  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
-    local first, last = ends(member)
-    open = open + last - first + 1
-  end
+  local open = size_of(members(run .. 'open'))
   local out = {
     admitted = value(run, 'admitted'), published = value(run, 'published'), trained = value(run, 'trained'),
     gate = gate(run, cfg, value(run, 'published')), open = open, rows = value(run, 'live'),
@@ -176,11 +169,7 @@ define('stats', function(run, a)
     local queue = { ready = value(run, 'ready:' .. stage.name), leased = leased, takes = stage.takes }
     out.stages[stage.name] = queue
     if stage.takes == 'groups' and stage.producer > 0 then
-      queue.begun, queue.parked = 0, value(run, 'parked:' .. stage.name)
-      for _, member in ipairs(call('ZRANGE', run .. 'begun:' .. stage.name, 0, -1)) do
-        local first, last = ends(member)
-        queue.begun = queue.begun + last - first + 1
-      end
+      queue.begun, queue.parked = size_of(members(run .. 'begun:' .. stage.name)), value(run, 'parked:' .. stage.name)
     end
   end
   local houses = call('HGETALL', run .. 'warehouses')
@@ -243,8 +232,7 @@ define('waiting', function(run)
     if lease[1] == out.stage and holds then out.holders[#out.holders + 1] = { lease[2], lease[6] } end
   end
   if out.stage then
-    local parked = split(run .. 'parked:' .. out.stage, first, first + n - 1)
-    for i = 1, #parked, 2 do out.parked = out.parked + parked[i + 1] - parked[i] + 1 end
+    out.parked = size_of((split(run .. 'parked:' .. out.stage, first, first + n - 1)))
   end
   return out
 end, true)

@@ -97,7 +97,7 @@ define('release_steps', function(run, a)
       local groups = cmsgpack.unpack(call('HGET', run .. 'steps', step))
       erase_groups(run, cfg, groups, freed)
       call('HDEL', run .. 'steps', step)
-      for i = 1, #groups, 2 do released = released + groups[i + 1] - groups[i] + 1 end
+      released = released + size_of(groups)
     end
   end
   wake_all(run, freed)

@@ -39,11 +39,7 @@ end, true)
 
 -- All groups in the run: the open ones, and those of steps that are not released.
 local function alive(run)
-  local groups = {}
-  for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
-    local first, last = ends(member)
-    append(groups, first, last)
-  end
+  local groups = members(run .. 'open')
   for _, packed in ipairs(call('HVALS', run .. 'steps')) do
     local trained = cmsgpack.unpack(packed)
     for i = 1, #trained, 2 do append(groups, trained[i], trained[i + 1]) end
@@ -104,10 +100,8 @@ local function lose(run, a)
   for _, stage in ipairs(cfg.stages) do wake_stage(run, stage.name) end
   wake(run, 'room')
   wake(run, 'version')
-  local groups_lost = 0
-  for i = 1, #lost, 2 do groups_lost = groups_lost + lost[i + 1] - lost[i] + 1 end
   count(run, 'warehouses_lost', 1)
-  return { groups = groups_lost, rows = rows_lost }
+  return { groups = size_of(lost), rows = rows_lost }
 end
 
 -- {warehouse} → {groups, rows} that are made again

@@ -16,6 +16,7 @@ import structlog
 
 from pipeline.blocks import BlockError, BlockReader, Found, Runs
 from pipeline.columns import ColumnError, Schema
+from pipeline.first_of import cancel_all
 from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.wire.protocol import (
     HEAD,
@@ -152,10 +153,8 @@ class WarehouseServer:
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.gather(self._serving, return_exceptions=True)
-            self._serving = None
+        await cancel_all(self._serving)
+        self._serving = None
 
     async def __aenter__(self) -> WarehouseServer:
         await self.start()

@@ -23,6 +23,8 @@ class Distillation(PolicyGradient):
     reward is needed; ``reward.functions`` score evaluations."""
 
     name: ClassVar[str] = "distillation"
+    credit_reads: ClassVar[Columns] = {"ref_logprobs": "float32 ragged", "rollout_logprobs": "float32 ragged"}
+    credit_makes: ClassVar[Columns] = {"advantage": "float32 ragged finite"}
 
     whiten: bool = Field(
         default=True,
@@ -34,14 +36,6 @@ class Distillation(PolicyGradient):
     @property
     def scores(self) -> Mapping[str, RunsOn]:
         return {**super().scores, "ref_logprobs": "frozen model"}
-
-    @property
-    def credit_reads(self) -> Columns:
-        return {"ref_logprobs": "float32 ragged", "rollout_logprobs": "float32 ragged"}
-
-    @property
-    def credit_makes(self) -> Columns:
-        return {"advantage": "float32 ragged finite"}
 
     @property
     def loss_reads(self) -> Columns:

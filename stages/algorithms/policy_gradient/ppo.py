@@ -1,18 +1,19 @@
-"""Proximal Policy Optimization (arXiv 1707.06347) with generalised advantage estimation (1506.02438).
+"""Proximal Policy Optimization (arXiv 1707.06347) with generalised advantage estimation (1506.02438), and with policy
+filtration (2409.06957): responses whose rewards are unreliable weigh less.
 
 reward, values ─▶ prepare: GAE over each response ─▶ advantage (whitened), returns ─▶ loss of policy and values, both clipped
+                                                                      └▶ value_errors: clipped around the values before
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch, with_defaults
 from stages.algorithms.policy_gradient.base import PolicyGradient
-from stages.algorithms.policy_gradient.critic import CriticTraining, ValueLearner
 from stages.flow.declarations import Columns, RunsOn
 
 if TYPE_CHECKING:
@@ -21,12 +22,89 @@ if TYPE_CHECKING:
     from stages.algorithms.batch import TrainBatch
 
 
+class ValueLearner(Algorithm):
+    """The options and formulas that a policy with a critic and a critic of its own share."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of later rewards, for each token.")
+    gae_lambda: float = Field(
+        default=0.95, ge=0, le=1, description="λ of GAE (Eq. 16): 0 trusts the critic, 1 the rewards alone."
+    )
+    value_clip: float = Field(
+        default=0.2, gt=0, description="A value gains nothing farther than this from the one before the step."
+    )
+    kl_reward: float = Field(
+        default=0.0,
+        ge=0,
+        description="Each token's reward is lowered by this × (rollout logprob - reference logprob). Above 0 the run has a "
+        "reference stage. `kl_coef` adds a KL to the loss instead.",
+    )
+
+    def gae(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Advantages and returns [T] of each response: the reward comes with its last token, and nothing follows it."""
+        values, last = batch["values"], batch.lengths.cumsum(0) - 1
+        rewards = values.new_zeros(len(values))
+        if self.kl_reward:
+            rewards -= self.kl_reward * (batch["rollout_logprobs"] - batch["ref_logprobs"])
+        rewards[last] += batch["reward"].to(rewards.dtype)
+        following = values.roll(-1)
+        following[last] = 0
+        errors = rewards + self.gamma * following - values
+        advantage = errors.clone()
+        longest = int(batch.lengths.max())
+        for place in range(longest - 2, -1, -1):  # backwards, all responses at once
+            at = (last - batch.lengths + 1 + place)[batch.lengths > place + 1]
+            advantage[at] += self.gamma * self.gae_lambda * advantage[at + 1]
+        return advantage, advantage + values
+
+    def value_errors(self, now: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
+        """Half the squared errors [T] of the values ``now``: the larger of the plain and the clipped one."""
+        returns, before = tokens["returns"], tokens["values"]
+        near = before + (now - before).clamp(-self.value_clip, self.value_clip)
+        return (now - returns).square().maximum((near - returns).square()) / 2
+
+    def value_metrics(self, tokens: TokenBatch) -> dict[str, torch.Tensor]:
+        """Sums from which :meth:`explained` computes, as means over the mini-batch's tokens."""
+        returns, errors = tokens["returns"], tokens["values"] - tokens["returns"]
+        means = {"value_error": errors.square(), "value_bias": errors}
+        means |= {"return_square": returns.square(), "return_mean": returns}
+        return {name: value.detach().sum() / tokens.total_tokens for name, value in means.items()}
+
+    def explained(self, metrics: dict[str, float]) -> dict[str, float]:
+        """``metrics`` with ``explained_variance`` of the returns by the values before the step: 1 is a perfect critic."""
+        shown = dict(metrics)
+        error = shown.pop("value_error") - shown.pop("value_bias") ** 2
+        variance = shown.pop("return_square") - shown["return_mean"] ** 2
+        return shown | {"explained_variance": 1 - error / variance if variance > 0 else 0.0}
+
+
+class CriticTraining(ValueLearner):
+    """What a critic with an engine of its own is trained with: the value loss, on the column ``values`` that it has made."""
+
+    credit_makes: ClassVar[Columns] = {}
+    prepare_makes: ClassVar[Columns] = {"returns": "float32 ragged"}
+
+    @property
+    def loss_reads(self) -> Columns:
+        kl = ("rollout_logprobs", "ref_logprobs") if self.kl_reward else ()
+        return {**dict.fromkeys((*kl, "values"), "float32 ragged"), "reward": "float32", **self.prepare_makes}
+
+    def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
+        return {"returns": self.gae(batch)[1]}
+
+    def loss(self, tokens: TokenBatch) -> LossOutput:
+        assert tokens.values is not None
+        errors = self.value_errors(tokens.values, tokens)
+        return LossOutput(tokens.mean(errors), {"value_loss": errors.detach().sum() / tokens.total_tokens})
+
+
 @with_defaults(epochs=2)
 class PPO(PolicyGradient, ValueLearner):
     """Clipped policy gradient with a learned critic. It needs no group (``algorithm.group_size = 1`` will do), and gives
     each token its own advantage."""
 
     name: ClassVar[str] = "ppo"
+    credit_makes: ClassVar[Columns] = {}
+    prepare_makes: ClassVar[Columns] = {"advantage": "float32 ragged", "returns": "float32 ragged"}
 
     critic: Literal["trunk", "own"] = Field(
         default="trunk",
@@ -53,14 +131,6 @@ class PPO(PolicyGradient, ValueLearner):
         return CriticTraining(**shared | {"epochs": self.value_epochs or self.epochs})
 
     @property
-    def credit_makes(self) -> Columns:
-        return {}
-
-    @property
-    def prepare_makes(self) -> Columns:
-        return {"advantage": "float32 ragged", "returns": "float32 ragged"}
-
-    @property
     def loss_reads(self) -> Columns:
         return {**super().loss_reads, "reward": "float32", **self.prepare_makes}
 
@@ -80,3 +150,39 @@ class PPO(PolicyGradient, ValueLearner):
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """Adds ``explained_variance`` of the returns by the values before the step: 1 is a perfect critic, 0 none."""
         return self.explained(super().finish(metrics))
+
+
+class PFPPO(PPO):
+    """PPO in which each response of a group is weighted by the rank of its reward. A reward model errs most where responses
+    are mediocre; its best and its worst ones are most surely good and bad."""
+
+    name: ClassVar[str] = "pf_ppo"
+    least_group_size: ClassVar[int] = 2
+    credit_makes: ClassVar[Columns] = {"row_weight": "float32 finite"}
+
+    filtration: Literal["best_worst", "best_random", "best"] = Field(
+        default="best_worst",
+        description="Weight by rank of N responses, times N: half each for the first and the last; half for the first, the "
+        "other half for all others; or all for the first (section 4).",
+    )
+
+    def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The weights, whose mean is 1. Responses with equal rewards share those of their ranks."""
+        rewards = group["reward"].float()
+        count = len(rewards)
+        ranked = rewards.new_zeros(count)
+        match self.filtration:
+            case "best_worst":
+                ranked[0] = ranked[-1] = 0.5
+            case "best_random":
+                ranked[:] = 0.5 / (count - 1)
+                ranked[0] = 0.5
+            case "best":
+                ranked[0] = 1.0
+        order = rewards.argsort(descending=True, stable=True)
+        weights = rewards.new_zeros(count)
+        weights[order] = ranked * count
+        for value in rewards.unique():
+            same = rewards == value
+            weights[same] = weights[same].mean()
+        return {"row_weight": weights}

@@ -22,6 +22,9 @@ class DPO(Algorithm):
     name: ClassVar[str] = "dpo"
     unit: ClassVar = "group"
     least_group_size: ClassVar[int] = 2
+    scores: ClassVar[Mapping[str, RunsOn]] = {"ref_logprobs": "frozen model"}
+    credit_makes: ClassVar[Columns] = {"preference": "float32 finite"}
+    loss_reads: ClassVar[Columns] = {"ref_logprobs": "float32 ragged", "preference": "float32"}
 
     beta: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference.")
     loss_type: Literal["sigmoid", "ipo"] = Field(
@@ -42,18 +45,6 @@ class DPO(Algorithm):
         description="Of a group: the response with the highest reward against that with the lowest; or all with different "
         "rewards, each group weighing the same.",
     )
-
-    @property
-    def scores(self) -> Mapping[str, RunsOn]:
-        return {"ref_logprobs": "frozen model"}
-
-    @property
-    def credit_makes(self) -> Columns:
-        return {"preference": "float32 finite"}
-
-    @property
-    def loss_reads(self) -> Columns:
-        return {"ref_logprobs": "float32 ragged", "preference": "float32"}
 
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
         """With ``best_worst`` 1 for the best, -1 for the worst, 0 for the others; with ``all`` the rewards."""

@@ -13,14 +13,8 @@ class SFT(Algorithm):
     column with the responses; rows are packed, and the prompt's tokens are not in the loss."""
 
     name: ClassVar[str] = "sft"
-
-    @property
-    def credit_makes(self) -> Columns:
-        return {}
-
-    @property
-    def loss_reads(self) -> Columns:
-        return {}
+    credit_makes: ClassVar[Columns] = {}
+    loss_reads: ClassVar[Columns] = {}
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
         return LossOutput(tokens.mean(-tokens.logprobs))

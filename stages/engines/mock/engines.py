@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDictBase
 
 from stages.algorithms import TokenBatch
@@ -57,12 +57,15 @@ class MockRolloutEngine:
     """A :class:`~stages.engines.protocols.RolloutEngine` with the latency model above.
 
     Lengths depend on ``(seed, place)`` alone. Tokens also depend on the bytes of the weights that made them, so runs that
-    train on other data or swap at another time have other tokens.
+    train on other data or swap at another time have other tokens. ``weights``: a folder with the first ones.
     """
 
-    def __init__(self, options: MockRolloutOptions, *, version: int = 0) -> None:
+    def __init__(self, options: MockRolloutOptions, *, version: int = 0, weights: Path | None = None) -> None:
         self._options = options
-        self._spans = [(0.0, version, 0)]  # from what the clock shows on: version, digest of its weights
+        first = (
+            0 if weights is None else _digest(t for _, t in sorted(load_file(weights / "model.safetensors").items()))
+        )
+        self._spans = [(0.0, version, first)]  # from what the clock shows on: version, digest of its weights
         self._layout: Layout | None = None
         self._waiting: deque[_Row] = deque()
         self._decoding: list[tuple[float, int, _Row]] = []  # heap: the clock at its end, order of joining, row

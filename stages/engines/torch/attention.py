@@ -34,9 +34,11 @@ class Scores:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, query: torch.Tensor, scaling: float | None, window: int | None, options: Mapping[str, Any]) -> Scores:
+    def of(cls, query: torch.Tensor, options: Mapping[str, Any]) -> Scores:
         """From the arguments of a transformers attention function."""
-        return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, window, options.get("softcap"))
+        scaling = options.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return cls(scaling, options.get("sliding_window"), options.get("softcap"))
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ def attend_backward(
         g, part, o, t = (x[:, :, chunk.queries] for x in (gradient, q, out, total))
         given = g, part, k[:, :, chunk.keys], v[:, :, chunk.keys], o, t
         if kernel is not None and (chunk.hidden is None or masks):
-            return kernel[1](*given, chunk.causal, chunk.hidden, scores.scaling)
-        return _by_matmul_backward(*given, chunk.hidden, scores)
+            return kernel[1](given, chunk.causal, chunk.hidden, scores.scaling)
+        return _by_matmul_backward(given, chunk.hidden, scores)
 
     if len(chunks) == 1 and (chunks[0].queries, chunks[0].keys) == (slice(0, len(at)), slice(0, k.shape[2])):
         return compute(chunks[0])
@@ -163,16 +165,8 @@ def _by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.
     return out.view(*q.shape[:-1], -1).to(q.dtype), (peak + total.log()).view(q.shape[:-1])
 
 
-def _by_matmul_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    total: torch.Tensor,
-    hidden: torch.Tensor | None,
-    scores: Scores,
-) -> Parts:
+def _by_matmul_backward(given: Parts, hidden: torch.Tensor | None, scores: Scores) -> Parts:
+    gradient, q, k, v, out, total = given
     scaled, of_out, keys = _grouped(q.to(wide(q)) * scores.scaling, k), _grouped(gradient, k), k.to(wide(q))
     weights, capped = _weights(scaled, keys, scores, hidden)
     weights = weights.sub_(total.reshape(*scaled.shape[:3], 1)).exp_()
@@ -221,20 +215,10 @@ def _cpu(
     return out.to(q.dtype), total
 
 
-def _cpu_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    total: torch.Tensor,
-    causal: bool,
-    hidden: torch.Tensor | None,
-    scale: float,
-) -> Parts:
+def _cpu_backward(given: Parts, causal: bool, hidden: torch.Tensor | None, scale: float) -> Parts:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    given = _in_float32_of_few(k, gradient, q, k, v, out)
-    return backward(*given, total, 0.0, causal, attn_mask=_bias(hidden, given[0]), scale=scale)  # type: ignore[no-any-return]
+    values = _in_float32_of_few(given[2], *given[:-1])
+    return backward(*values, given[-1], 0.0, causal, attn_mask=_bias(hidden, values[0]), scale=scale)  # type: ignore[no-any-return]
 
 
 def _in_float32_of_few(keys: torch.Tensor, *given: torch.Tensor) -> Parts:
@@ -250,18 +234,9 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hidd
     return out, total
 
 
-def _flash_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    total: torch.Tensor,
-    causal: bool,
-    hidden: None,
-    scale: float,
-) -> Parts:
+def _flash_backward(given: Parts, causal: bool, hidden: None, scale: float) -> Parts:
+    _, q, k, *_ = given
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state of dropout
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     lengths = None, None, q.shape[2], k.shape[2]
-    return backward(gradient, q, k, v, out, total, *lengths, 0.0, causal, unused, unused, scale=scale)  # type: ignore[no-any-return]
+    return backward(*given, *lengths, 0.0, causal, unused, unused, scale=scale)  # type: ignore[no-any-return]

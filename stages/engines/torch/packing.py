@@ -150,17 +150,13 @@ def shared_prompt_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers over the micro-batch of a :class:`Feeding`: ``query`` [1, H, S, D], ``key`` [1, KV
     heads, S, D], ``value`` [1, KV heads, S, E]. ``s_aux`` [H]: attention sinks. Returns [1, S, H, E]."""
-    packed = state_of(module).packed
-    scores = Scores.of(query, scaling, sliding_window, options)
+    packed, scores, sinks = state_of(module).packed, Scores.of(query, options), options.get("s_aux")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, heads, D]
-    out: torch.Tensor = _SharedPromptAttention.apply(q, k, v, s_aux, packed, scores)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _SharedPromptAttention.apply(q, k, v, sinks, packed, scores)  # type: ignore[no-untyped-call]
     return out[None], None
 
 

@@ -111,18 +111,18 @@ class TorchRolloutEngine:
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         """See :class:`RolloutEngine`. The rows are submitted before the iterator is awaited. Raises ``ValueError`` for a
         request that cannot be served, and ``EngineClosed``; the iterator raises that and ``EngineFailed``."""
-        return self._generate(requests, streams=False)
+        return self._generate(requests, None)
 
-    def stream(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Token | Completion]:
-        return self._generate(requests, streams=True)
+    def stream(self, requests: Sequence[GroupRequest], *, alternatives: int = 0) -> AsyncIterator[Token | Completion]:
+        return self._generate(requests, alternatives)
 
-    def _generate(self, requests: Sequence[GroupRequest], *, streams: bool) -> Responses:
+    def _generate(self, requests: Sequence[GroupRequest], alternatives: int | None) -> Responses:
         self._refuse_closed()
         for request in requests:
             self._check(request)
         count = sum(len(request.places) for request in requests)
         responses = Responses(count, lambda _: self._post_abort(submission))
-        submission = Submission(asyncio.get_running_loop(), responses.queue, streams)
+        submission = Submission(asyncio.get_running_loop(), responses.queue, alternatives)
         rows: list[ResponseRow] = []
         for request in requests:
             group = PendingGroup(request, request.prompt_ids, waiting=len(request.places))

@@ -159,9 +159,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         prove(self._secret, torch.device("cpu"), self.checkpoint_group)
         master = getattr(torch, self._adapters.dtype) if self._adapters else self._dtype
         self._dtype = compute
-        if (
-            self._adapters is not None and self._weights is None and ranks.rank == 0
-        ):  # made from a seed, or not streamed
+        if self._adapters is not None and self._weights is None and ranks.rank == 0:  # no file has them
             self._base = {name: value.clone() for name, value in base_weights(self.model).items()}
         if ranks.tp > 1:
             _cut_matrices(self.model, self._mesh["tp"])

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from tensordict import TensorDictBase
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from stages import device as devices
@@ -46,7 +45,7 @@ from stages.engines.torch.optimizer import (
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.flow.declarations import BASE, IN_TRAINING
-from stages.resharding.swap import local_weights, training_state
+from stages.resharding.swap import local_part, local_weights, training_state
 
 Result = TypeVar("Result")
 
@@ -346,7 +345,7 @@ class TorchTrainEngine:
         _check_names(mine, state)
         for part in ("model", "exp_avg", "exp_avg_sq"):
             for name, value in mine[part].items():
-                _local(value).copy_(_local(state[part][name]))
+                local_part(value).copy_(local_part(state[part][name]))
         renew(self._copies, self._trained)
         self.step = state["step"]
         for parameter in self._trained.values():
@@ -447,11 +446,6 @@ def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:
     if activation_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    """The part of ``value`` that this process holds."""
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _groups(batch: TensorDictBase) -> tuple[list[_Group], list[torch.Tensor]]:

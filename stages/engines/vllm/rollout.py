@@ -19,7 +19,6 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,12 +26,20 @@ from typing import Any, Literal
 import torch
 
 from stages.adapters.options import AdapterOptions
-from stages.engines.protocols import Completion, EngineClosed, EngineFailed, FinishReason, GroupRequest, SwapTimes
+from stages.engines.protocols import (
+    Completion,
+    EngineClosed,
+    EngineFailed,
+    FinishReason,
+    GroupRequest,
+    SwapTimes,
+    Token,
+)
 from stages.engines.responses import Responses, engine_failed
 from stages.engines.vllm.adapters import VllmAdapters
 from stages.engines.vllm.library import import_vllm, vllm_environment
 from stages.engines.vllm.rows import VllmRow, check_request, sampling_params
-from stages.engines.vllm.weights import COLLECTIVE, HALF_LOADED, SHARED_MEMORY, Landed, VllmWeights
+from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT, Landed, VllmWeights
 from stages.weights.store import Published, WeightsDamaged, WeightsUnreachable
 
 SHUTDOWN_SECONDS = 30.0  # for vLLM's processes to end by themselves, before they are killed
@@ -57,8 +64,6 @@ class VllmRolloutEngine:
 
     Raises ``EngineMissing``, and what vLLM raises for a model that it cannot serve.
     """
-
-    transport = SHARED_MEMORY
 
     def __init__(
         self,
@@ -107,7 +112,7 @@ class VllmRolloutEngine:
             hf_overrides={"head_dtype": "float32"},  # logits as the trainer computes them
             enable_prefix_caching=True,
             logprobs_mode="raw_logprobs" if filters else "processed_logprobs",
-            weight_transfer_config={"backend": self.transport},
+            weight_transfer_config={"backend": TRANSPORT},
             worker_extension_cls="stages.engines.vllm.worker.WorkerExtension",
             disable_log_stats=True,
             **(VllmAdapters.arguments(adapters) if adapters else {}),
@@ -128,6 +133,12 @@ class VllmRolloutEngine:
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         """See :class:`RolloutEngine`. Raises ``ValueError`` for a request that cannot be served, and ``EngineClosed``."""
+        return self._generate(requests, None)
+
+    def stream(self, requests: Sequence[GroupRequest], *, alternatives: int = 0) -> AsyncIterator[Token | Completion]:
+        return self._generate(requests, alternatives)
+
+    def _generate(self, requests: Sequence[GroupRequest], alternatives: int | None) -> Responses:
         self._refuse_closed()
         for request in requests:
             check_request(
@@ -143,7 +154,7 @@ class VllmRolloutEngine:
             return responses
         for request in requests:
             for place in request.places:
-                row = VllmRow(request, place, responses)
+                row = VllmRow(request, place, responses, alternatives)
                 self._rows[row] = task = asyncio.create_task(self._complete(row))
                 task.add_done_callback(partial(self._forget, row))  # also when it is cancelled before it runs
         return responses
@@ -256,11 +267,7 @@ class VllmRolloutEngine:
                 piece = output.outputs[0]
                 if not row.tokens and version != self._version:
                     return None  # it reached vLLM too late for the swap to abort it
-                row.tokens += piece.token_ids
-                positions = zip(piece.logprobs or (), piece.token_ids, strict=True)
-                row.logprobs += [position[token].logprob for position, token in positions]
-                for span in piece.weight_versions or ():
-                    row.add_version(int(span.version), span.end - span.start)
+                row.add(piece, version if version == self._version else None)  # it changes before vLLM goes on
                 if piece.finish_reason in ("stop", "length"):
                     return piece.finish_reason
                 if piece.finish_reason not in (None, "abort"):
@@ -356,19 +363,16 @@ class VllmCollectiveEngine(VllmRolloutEngine):
     """A :class:`VllmRolloutEngine` that receives new weights in its first worker, from the trainer and without another
     process of this engine (:mod:`stages.weights.collective`). It also accepts weights as tensors, as any engine does."""
 
-    transport = COLLECTIVE
-
     async def receive(self, published: Published) -> Mapping[str, torch.Tensor]:
         """See :class:`~stages.engines.protocols.ReceivingEngine`."""
         async with self._swaps:
             self._refuse_closed()
             await self._start()
-            local = replace(published, slot=0)
             try:
-                await self._weights.land(local)
+                await self._weights.land(published)
             except (WeightsDamaged, WeightsUnreachable) as error:
                 raise type(error)(f"vLLM keeps version {self._version}: {error}") from error
-            return Landed(local)
+            return Landed(published)
 
     async def _bring(self, version: int, weights: Mapping[str, torch.Tensor]) -> Published:
         return weights.published if isinstance(weights, Landed) else await super()._bring(version, weights)

@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from stages.engines.checks import check_request as check_basics
-from stages.engines.protocols import GroupRequest
+from stages.engines.protocols import GroupRequest, Token
 from stages.engines.responses import ResponseInProgress, Responses
 
 
 class VllmRow(ResponseInProgress):
-    """One response in progress: the tokens that vLLM has made of it, and the request that makes the rest."""
+    """One response in progress: the tokens that vLLM has made of it, and the request that makes the rest. ``alternatives``:
+    to each token of a stream; None: it is no stream."""
 
-    def __init__(self, request: GroupRequest, place: int, responses: Responses) -> None:
+    def __init__(self, request: GroupRequest, place: int, responses: Responses, alternatives: int | None) -> None:
         super().__init__(request, place)
-        self.responses = responses
+        self.responses, self.alternatives = responses, alternatives
         self.request_id = ""  # of the present vLLM request
+        self._undelivered: list[tuple[int, Mapping[int, Any]]] = []  # tokens of a stream, with vLLM's logprobs there
         self.cut = False  # a swap cuts it, if it has a token of this claim
+
+    def add(self, piece: Any, version: int | None) -> None:
+        """Append ``piece`` of vLLM's output. ``version``: that made its tokens; None: the last piece alone has it."""
+        self.tokens += piece.token_ids
+        self.logprobs += [
+            position[token].logprob for position, token in zip(piece.logprobs or (), piece.token_ids, strict=True)
+        ]
+        versions = list[int]()
+        for span in piece.weight_versions or ():
+            self.add_version(int(span.version), span.end - span.start)
+            versions += [int(span.version)] * (span.end - span.start)
+        if self.alternatives is None:
+            return
+        self._undelivered += zip(piece.token_ids, piece.logprobs or (), strict=True)
+        versions = [version] * len(self._undelivered) if version is not None else versions[-len(self._undelivered) :]
+        for (token, position), made_by in zip(self._undelivered, versions, strict=False):
+            likeliest = sorted(position, key=lambda other: position[other].rank)[: self.alternatives]
+            others = tuple((other, position[other].logprob) for other in likeliest)
+            self.responses.put(Token(self.request.group, self.place, token, position[token].logprob, made_by, others))
+        if versions:
+            self._undelivered.clear()
 
     @property
     def limit(self) -> int:
@@ -62,7 +86,7 @@ def sampling_params(vllm: Any, row: VllmRow) -> Any:
         skip_special_tokens=False,  # a stop string may be one
         spaces_between_special_tokens=False,
         seed=seed_of(row.request.seed, row.place, begun),
-        logprobs=0,  # of the sampled token
+        logprobs=row.alternatives or 0,  # beside that of the sampled token
         output_kind=vllm.RequestOutputKind.DELTA,
     )
 

@@ -24,8 +24,7 @@ from stages.engines.checks import check_weights
 from stages.models import weight_shapes
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable
 
-# Names of the transports that stages/engines/vllm/worker.py registers.
-SHARED_MEMORY, COLLECTIVE = "asyncdock_shared_memory", "asyncdock_collective"
+TRANSPORT = "asyncdock"  # the name that stages/engines/vllm/worker.py registers
 HALF_LOADED = "the model is left half loaded"
 
 

@@ -6,9 +6,9 @@
                                │ memory, checksums are compared
                                └─▶ reports to the engine through a file store
 
-Two transports differ in where the bytes come from. With the shared memory of the node, the engine has written them; with
-the collective transport, the first worker receives them from the trainer (``weights.collective``). A landing that fails
-leaves the model unchanged.
+The engine has written the bytes to the memory that it shares with its workers, or the first worker copies them there out of
+the node's depot (``weights.depot``): then the record of the version names its trainer. A landing that fails leaves the model
+unchanged.
 
 vLLM imports this module in each worker because the engine names :class:`WorkerExtension` as ``worker_extension_cls``. The
 import registers the transports in the process that owns the model, and ends that process with the engine. The bytes do
@@ -40,11 +40,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from stages.engines.vllm.library import ENGINE_PROCESS
-from stages.engines.vllm.weights import COLLECTIVE, HALF_LOADED, SHARED_MEMORY
+from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT
 from stages.models import checkpoint_tensors, empty_model, saved_buffers
 from stages.weights.collective import Credentials
 from stages.weights.depot import Depot
-from stages.weights.store import Published, WeightStore
+from stages.weights.store import Published, WeightStore, tensors_of, verify
 
 
 class WorkerExtension:
@@ -63,8 +63,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
     report_key: str  # key of the file store in which the worker reports the landing; "": load what has landed
 
 
-class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's weight transfer over a :class:`~stages.weights.store.WeightStore` that the engine writes."""
+class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's weight transfer over a :class:`~stages.weights.store.WeightStore` that the engine writes, or that the first
+    worker fills from the node's depot."""
+
+    _depot: Depot | None = None
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -101,12 +104,17 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._engine.set(report_key, wrong)
 
     def land(self, published: Published) -> None:
-        """Verify the bytes of ``published`` in the store. Raises ``WeightsDamaged``."""
-        self._store.verify(published)
+        """Verify the bytes of ``published`` in the store, or receive them. Raises ``WeightsDamaged`` and
+        ``WeightsUnreachable``."""
+        if not published.source:
+            return verify(self._store.mapped(published), published)
+        if self._depot is None:
+            self._depot = Credentials.read(self._store.directory).depot()
+        self._depot.receive(published, self._store.memory(published))
 
     def _load(self, published: Published) -> None:
         # A module that gets some of its tensors gets none of the others back: buffers are loaded again too.
-        weights = checkpoint_tensors(self._kind, self._store.view(published)) | self._buffers
+        weights = checkpoint_tensors(self._kind, tensors_of(self._store.mapped(published), published)) | self._buffers
         try:
             with torch.no_grad(), set_current_vllm_config(self.vllm_config):
                 self._forget_packed_experts()
@@ -139,24 +147,6 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if hasattr(self, "_store"):
             self._landing.shutdown(wait=False, cancel_futures=True)
             self._store.close()
-
-
-class CollectiveTransfer(SharedMemoryTransfer):
-    """Weight transfer from a trainer on other devices: the first worker copies the bytes out of the node's depot, the others
-    map them."""
-
-    _depot: Depot | None = None
-
-    def land(self, published: Published) -> None:
-        """Raises ``WeightsDamaged``, ``WeightsUnreachable``."""
-        if not published.source:  # the engine got tensors and has written them
-            return super().land(published)
-        if self._depot is None:
-            self._depot = Credentials.read(self._store.directory).depot()
-        self._depot.receive(published, self._store.memory(published.slot, published.nbytes))
-
-    def shutdown(self) -> None:
-        super().shutdown()
         if self._depot is not None:
             self._depot.close()
 
@@ -188,5 +178,4 @@ def end_with(engine: int) -> None:
 
 if hasattr(os, "pidfd_open") and ENGINE_PROCESS in os.environ:
     end_with(int(os.environ[ENGINE_PROCESS]))
-WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryTransfer)
-WeightTransferEngineFactory.register_engine(COLLECTIVE, CollectiveTransfer)
+WeightTransferEngineFactory.register_engine(TRANSPORT, WeightTransfer)

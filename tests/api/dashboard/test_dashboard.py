@@ -478,10 +478,8 @@ def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
 def rules(scheme: str) -> dict[str, str]:
     """The colours that the style sheet gives by name."""
     style = (PAGE / "dashboard.css").read_text()
-    light, dark = (
-        dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in re.findall(r":root \{(.*?)\n *\}", style, re.S)
-    )
-    return light if scheme == "light" else light | dark
+    found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\);", style)
+    return {name: light if scheme == "light" else dark for name, light, dark in found}
 
 
 def linear(colour: str) -> np.ndarray:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import openai
 import pytest
+import ray
+from ray import serve
 from ray.cluster_utils import Cluster
 
 from api.server.access.tokens import Tokens
@@ -49,11 +51,11 @@ async def test_a_run_is_deployed_on_ray_serve(cluster: str, tmp_path: Path) -> N
         first = await trainer.publish()
 
         async def deploy(*options: str) -> str:
-            listen = f"127.0.0.1:{port}"
-            command = ["deploy", "deployed", "--index", server.url, "--address", cluster, "--listen", listen, *options]
-            return await asyncio.to_thread(asyncdock, *command)
+            return await asyncio.to_thread(asyncdock, "deploy", "deployed", "--address", cluster, *options)
 
-        assert f"http://127.0.0.1:{port}/v1" in await deploy("--require-token", "--max", "2", "--cpus", "0.5")
+        options = ["--index", server.url, "--listen", f"127.0.0.1:{port}", "--require-token"]
+        options += ["--max", "2", "--target", "1", "--delay", "0.5", "--cpus", "0.5"]
+        assert f"http://127.0.0.1:{port}/v1" in await deploy(*options)
         url = f"http://127.0.0.1:{port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=texts["run"], timeout=300, max_retries=0) as client:
             await at(client, "deployed", first)
@@ -75,8 +77,33 @@ async def test_a_run_is_deployed_on_ray_serve(cluster: str, tmp_path: Path) -> N
                 await client.with_options(api_key=texts["read"]).completions.create(model="deployed", prompt=PROMPT)
             with pytest.raises(openai.AuthenticationError, match="A token is needed"):
                 await client.with_options(api_key="none").completions.create(model="deployed", prompt=PROMPT)
+            await scaled_up_by_load(client, cluster)
         await deploy("--remove")
         await index.close()
+
+
+async def scaled_up_by_load(client: openai.AsyncOpenAI, cluster: str) -> None:
+    """More requests than ``--target`` are under way until Serve has a second replica; none of them fails."""
+    ray.init(cluster, log_to_driver=False)
+
+    def running() -> int:
+        (deployment,) = serve.status().applications["deployed"].deployments.values()
+        return deployment.replica_states.get("RUNNING", 0)
+
+    async def ask() -> None:
+        while not enough.is_set():
+            await client.completions.create(model="deployed", prompt=PROMPT, max_tokens=400, temperature=1.5)
+            if await asyncio.to_thread(running) > 1:
+                enough.set()
+
+    enough = asyncio.Event()
+    try:
+        assert await asyncio.to_thread(running) == 1
+        async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
+            for _ in range(6):
+                tasks.create_task(ask())
+    finally:
+        ray.shutdown()
 
 
 def asyncdock(*arguments: str) -> str:

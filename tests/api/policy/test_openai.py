@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import torch
 
@@ -88,7 +90,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = folder / "named"
     tiny_model(7).save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
-    made = Served(folder / "data", "--runs", "0", "--policies", "2", "--checkpoint", f"named={model}")
+    made = Served(folder / "data", "--runs", "0", "--checkpoint", f"named={model}")
     made.start()
     yield made
     made.end()
@@ -177,8 +179,20 @@ async def test_completions(client: openai.AsyncOpenAI, trainer: Trainer) -> None
     assert chunk.usage == whole.usage
     assert min(texts.values()) > 3, "pieces come as tokens are made"
 
-    greedy = await client.completions.create(model=trainer.run, prompt=PROMPT, max_tokens=12, temperature=0)
+    asked = {"model": trainer.run, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    greedy = await client.completions.create(**asked)
     assert greedy.choices[0].text == await trainer.expected(version, PROMPT, 12)
+    logprobs = greedy.choices[0].logprobs
+    assert logprobs is not None
+    offsets, parts = list[int](), list[dict[str, float]]()
+    async for chunk in await client.completions.create(**asked, stream=True):
+        found = chunk.choices[0].logprobs
+        assert found is not None
+        offsets, parts = offsets + (found.text_offset or []), parts + (found.top_logprobs or [])
+    assert (offsets, offsets) == (logprobs.text_offset, list(range(len(logprobs.tokens or ())))), "a character a token"
+    assert parts == logprobs.top_logprobs, "a stream has the same"
+    for token, logprob, likeliest in zip(logprobs.tokens or (), logprobs.token_logprobs or (), parts, strict=True):
+        assert (len(likeliest), likeliest[token], max(likeliest.values())) == (2, logprob, logprob)
     ids = trainer.tokenizer(PROMPT)["input_ids"]
     same = await client.completions.create(model=trainer.run, prompt=ids, max_tokens=12, temperature=0)
     assert same.choices[0].text == greedy.choices[0].text
@@ -200,12 +214,15 @@ async def test_chat(client: openai.AsyncOpenAI, trainer: Trainer) -> None:
     await at(client, trainer.run, version)
     messages: Any = [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
     asked: dict[str, Any] = {"model": trainer.run, "messages": messages, "temperature": 0, "max_completion_tokens": 8}
-    whole = await client.chat.completions.create(**asked, logprobs=True)
+    whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
     (choice,) = whole.choices
     assert choice.message.content == await trainer.expected(version, PROMPT, 8), "the template of the recipe"
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     assert [(version, len(choice.logprobs.content))] == [tuple(run) for run in choice.versions]
+    for token in choice.logprobs.content:
+        assert [other.logprob for other in token.top_logprobs] == sorted({o.logprob for o in token.top_logprobs})[::-1]
+        assert (len(token.top_logprobs), token.top_logprobs[0].token) == (3, token.token), "greedy"
     text, roles = "", []
     async for chunk in await client.chat.completions.create(**asked, stream=True):
         text += chunk.choices[0].delta.content or ""
@@ -232,7 +249,7 @@ async def test_versions_are_pinned(client: openai.AsyncOpenAI, trainer: Trainer)
 
 
 async def test_a_checkpoint_is_served_by_its_name(client: openai.AsyncOpenAI) -> None:
-    answer = await client.completions.create(model="named", prompt=PROMPT, max_tokens=4)
+    answer = await client.completions.create(model="named", prompt=PROMPT, max_tokens=4, temperature=0)
     assert answer.choices[0].versions == [[0, 4]]
     assert (await client.models.retrieve("named")).owned_by == "checkpoint"
     assert "named" in [model.id async for model in client.models.list()]
@@ -246,7 +263,7 @@ async def test_what_is_wrong_is_a_problem(client: openai.AsyncOpenAI, trainer: T
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 600}, "max_tokens"),
-        ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": [77]}, "prompt"),
         ({"n": 3, "prompt": [PROMPT] * 50}, "n"),
@@ -302,6 +319,36 @@ async def test_weights_are_swapped_below_requests(client: openai.AsyncOpenAI, tr
     assert [text for text, _ in answers] == [expected[min(versions)] for versions in made_by]
 
 
+def policies_process(served: Served) -> psutil.Process:
+    assert served.process is not None
+    children = psutil.Process(served.process.pid).children()
+    (process,) = [child for child in children if "api.policy.worker" in child.cmdline()]
+    return process
+
+
+async def test_serving_takes_its_share_beside_training(
+    client: openai.AsyncOpenAI, trainer: Trainer, served: Served
+) -> None:
+    """The CPU time of the policies' process while requests to two policies are under way: with the run, and without it."""
+    await at(client, trainer.run, await trainer.publish())
+    process, pinned = policies_process(served), f"{trainer.run}@{trainer.version}"
+    await at(client, pinned, trainer.version)
+
+    async def cpu_share() -> float:
+        began, before = time.monotonic(), sum(process.cpu_times()[:2])
+        asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 400, "n": 4, "temperature": 0}
+        both = (client.completions.create(model=model, **asked) for model in (trainer.run, pinned))
+        await asyncio.gather(*both)
+        return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - began)
+
+    beside = await cpu_share()
+    await trainer.index.transition(["running"], "stopped")
+    await at(client, trainer.run, await trainer.publish())
+    alone = await cpu_share()
+    await trainer.index.transition(["stopped"], "running")
+    assert 0 < beside < 2 * trainer.recipe.serve.share * alone, (beside, alone)
+
+
 async def test_versions_mix_where_they_may(client: openai.AsyncOpenAI, trainer: Trainer) -> None:
     first = await trainer.publish()
     await at(client, trainer.run, first)
@@ -315,3 +362,20 @@ async def test_versions_mix_where_they_may(client: openai.AsyncOpenAI, trainer: 
             if versions[-1] > first:
                 break
     assert (versions[0], versions[-1]) == (first, first + 1)
+
+
+async def test_a_process_that_was_killed_is_started_again(
+    client: openai.AsyncOpenAI, trainer: Trainer, served: Served
+) -> None:
+    asked: dict[str, Any] = {"model": trainer.run, "prompt": PROMPT, "max_tokens": 480, "temperature": 0}
+    async with await client.completions.create(**asked, n=8, stream=True) as stream:
+        refused = asyncio.create_task(client.completions.create(**asked, n=8))
+        await at(client, trainer.run, trainer.version)
+        policies_process(served).kill()
+        with pytest.raises(openai.InternalServerError) as ended:
+            await refused
+        assert (ended.value.status_code, ended.value.response.headers["Retry-After"]) == (503, "1")
+        with pytest.raises(openai.APIConnectionError):
+            async for _ in stream:
+                pass
+    await at(client.with_options(max_retries=2), trainer.run, trainer.version)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from api.telemetry.progress import Progress
-from api.telemetry.prometheus import RunListener, _of_runs
+from api.telemetry.prometheus import FAMILIES, RunListener
 from api.telemetry.totals import ALARMS
 from api.telemetry.trackers import Points
 from api.terminal.live import LiveView, plain_line
@@ -46,7 +46,7 @@ def test_alarms_are_counted_by_metric_and_the_newest_are_kept() -> None:
     for number in range(ALARMS + 5):
         progress.apply(scripted.event(number, "alarm", **ALARM | {"metric": "ess" if number else "probe"}))
     assert len(progress.alarms) == ALARMS
-    (family,) = (family for family in _of_runs([listener]) if family.name == "asyncdock_run_alarms")
+    family = next(family for family in FAMILIES if family.name == "run_alarms").collect([listener])
     assert {sample.labels["metric"]: sample.value for sample in family.samples} == {"probe": 1, "ess": ALARMS + 4}
 
 

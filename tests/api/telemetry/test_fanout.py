@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from api.telemetry import fanout as stream
 from api.telemetry import history as events
 from api.telemetry.fanout import NOW, Batch, Ending, EventReader, Fanout, Fanouts
-from api.telemetry.history import History, id_at, order, read_after
+from api.telemetry.history import History, id_at, read_after
 from orchestration.events_file import MetricsFile, event_json
 from orchestration.service.registry import RunRecord
-from pipeline.events import Event, Kind, StateEvent
+from pipeline.events import Event, Kind, StateEvent, order
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 from tests.any_event import AnyEvent

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster of three raylets on this machine."""
+"""Runs on a Ray cluster of raylets on this machine."""
 
 from __future__ import annotations
 
@@ -11,137 +11,157 @@ from typing import Any
 
 import psutil
 import pytest
-import redis
+import torch
 
+from benchmarks.overlap import SMOKE, asynchronous, ray_table
+from benchmarks.ray_cluster import on_ray, raylets
+from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.schema import Recipe
+from orchestration.run.engines import train_engine
 from orchestration.run.run import Run
-from pipeline.index.embedded import EmbeddedIndex
-from tests.orchestration.runs import TINY, complete, executing, recipe
+from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, forks, recipe
 
 pytest.importorskip("ray")
 
 
-def own_address() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
-        except OSError:
-            pytest.skip("this machine has no network address")
-        return str(probe.getsockname()[0])
+def free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return int(unused.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of an index that other machines reach, with a password."""
-    server = EmbeddedIndex(tmp_path_factory.mktemp("index"))
-    server.start()
-    address = own_address()
-    with socket.socket() as free:
-        free.bind((address, 0))
-        port = free.getsockname()[1]
-    with redis.Redis.from_url(server.url) as client:
-        for name, value in (("requirepass", "a-password"), ("bind", address), ("port", port)):
-            client.config_set(name, value)
-            client.execute_command("AUTH", "a-password") if name == "requirepass" else None
-    yield f"redis://:a-password@{address}:{port}"
-    server.stop()
+def client_port() -> int:
+    return free_port()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    # Ray lowers the priority of workers; on a busy machine they would get no time.
-    # Its memory monitor kills workers when other processes of this machine fill the memory.
-    os.environ |= {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=3)
-    yield cluster
-    cluster.shutdown()
+def cluster(client_port: int) -> Iterator[Any]:
+    try:
+        on_ray("")
+    except OSError:
+        pytest.skip("this machine has no network address")
+    with raylets(3, cpus=6, ray_client_server_port=client_port) as cluster:
+        yield cluster
 
 
-CLUSTER: dict[str, Any] = {
-    "launch__launcher": "ray",
-    "pipeline__serve": "0.0.0.0",
-    "sync__transport": "collective",
-    "sync__serve": "0.0.0.0",
-    "rollout__workers": 3,
-    "train__dp": 2,
-    "launch__startup_timeout": 280.0,
-}
-
-
-def on_ray(index: str, cluster: Any, **changes: Any) -> Recipe:
-    return recipe(TINY, **{**CLUSTER, "pipeline__index": index, "launch__address": cluster.address, **changes})
+def of(address: str, base: dict[str, Any] = TINY, **changes: Any) -> Recipe:
+    keys = {f"{section}__{key}": value for section, keys in on_ray(address).items() for key, value in keys.items()}
+    return recipe(base, **{**keys, "rollout__workers": 3, "launch__startup_timeout": 280.0, **changes})
 
 
 def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def test_tiny_trains_on_three_nodes(index: str, cluster: Any, tmp_path: Path) -> None:
-    run = Run.create(on_ray(index, cluster), tmp_path / "run")
+def hosts_of(watched: Watched, change: str) -> dict[str, dict[str, Any]]:
+    """The events of hosts with this change, by the host's name."""
+    return {e["worker"]: e for e in watched.of("worker") if (e["stage"], e["change"]) == ("host", change)}
+
+
+async def test_at_staleness_0_a_run_on_three_nodes_learns_what_the_plain_loop_learns(
+    cluster: Any, tmp_path: Path
+) -> None:
+    run = Run.create(
+        of(cluster.address, pipeline__staleness=0, train__steps=40, checkpoint__every=40), tmp_path / "run"
+    )
     watched, result = await complete(run)
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step")] == list(range(6))
-    assert result.checkpoint is not None
-    assert result.checkpoint.version == 6
-    hosts = [event for event in watched.of("worker") if event["stage"] == "host"]
-    ready = {event["worker"]: event for event in hosts if event["change"] == "ready"}
-    assert len(ready) == 3, hosts
-    assert {"ready"} <= {event["change"] for event in hosts} <= {"ready", "stopped"}
-    assert all(event["node"] == platform.node() for event in ready.values())
-    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} >= {"update-0.log", "rollout-2.log", "ray.log"}
+    ready = hosts_of(watched, "ready")
+    assert len(ready) == 3
+    assert {event["node"] for event in ready.values()} == {platform.node()}
     places = {event["worker"]: event.get("host", "") for event in watched.of("worker") if event["change"] == "ready"}
-    assert places["update-0"] == places["update-1"] in ready
-    assert {places[f"rollout-{number}"] for number in range(3)} <= set(ready)
+    assert {places["update-0"], *(places[f"rollout-{number}"] for number in range(3))} == set(ready)
     assert places["flow-0"] == "", "on the head"
-    for event in ready.values():
-        assert ended(event["pid"])
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} >= {"update-0.log", "rollout-2.log", "ray.log"}
+    assert not hosts_of(watched, "died")
+    assert all(ended(event["pid"]) for event in ready.values())
+    rewards, weights = [], {}
+    async for step in synchronous_run(run.recipe):
+        rewards.append(step.reward_mean)
+        weights = {name: value.clone() for name, value in step.engine.weights()}
+    assert [step["reward_mean"] for step in watched.of("step")] == rewards
+    assert sum(rewards[-10:]) > 3 * sum(rewards[:10])
+    assert result.checkpoint is not None
+    engine = train_engine(run.recipe)
+    result.checkpoint.load_into(engine)
+    for name, value in engine.weights():
+        assert torch.equal(value, weights[name]), name
 
 
-async def test_a_cluster_that_is_too_small_is_refused(index: str, cluster: Any, tmp_path: Path) -> None:
-    of = on_ray(index, cluster, rollout__threads=64)
-    watched, result = await complete(Run.create(of, tmp_path / "run"))
-    assert result.state == watched.of("state")[-1]["state"] == "failed"
-    assert "no room for rollout-0 (CPU 64)" in result.reason
-
-
-async def test_an_address_without_a_cluster_is_refused(index: str, tmp_path: Path) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        of = recipe(
-            TINY, **{**CLUSTER, "pipeline__index": index, "launch__address": f"127.0.0.1:{unused.getsockname()[1]}"}
-        )
-        _, result = await complete(Run.create(of, tmp_path / "run"))
-    assert result.state == "failed"
-    assert "launch.address = '127.0.0.1:" in result.reason
-
-
-async def test_a_killed_raylet_costs_no_sample(index: str, cluster: Any, tmp_path: Path) -> None:
-    of = on_ray(index, cluster, train__steps=3000, checkpoint__every=4)
-    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
-
-        def events(worker: str | None, change: str) -> int:
-            return sum((e["worker"], e["change"]) == (worker, change) for e in watched.of("worker"))
-
-        await watched.until(lambda: len(watched.of("step")) >= 6, 280)
-        assert watched.run.supervisor is not None
-        documents = watched.run.supervisor.index
-        host = await documents.get(f"host:{await documents.get('life:rollout-0')}")
-        pid = next(event["pid"] for event in watched.of("worker") if event["worker"] == host)
-        raylet = psutil.Process(pid).parent()
-        assert raylet is not None
-        assert raylet.name() == "raylet"
-        raylet.kill()
-        await watched.until(lambda: events(host, "died") == 1 and events("rollout-0", "ready") >= 2, 280)
+async def test_a_killed_host_gets_its_room_again_also_through_rays_client(
+    cluster: Any, client_port: int, tmp_path: Path
+) -> None:
+    keys = {"rollout__threads": 4, "train__steps": 3000}  # no two rollouts have room on one node
+    run = Run.create(of(f"ray://127.0.0.1:{client_port}", MOCK, **keys), tmp_path / "run")
+    async with executing(run) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 2 and len(hosts_of(watched, "ready")) == 3, 280)
+        first = hosts_of(watched, "ready")
+        host = next(e["host"] for e in watched.of("worker") if (e["worker"], e["change"]) == ("rollout-0", "ready"))
+        psutil.Process(first[host]["pid"]).kill()
+        await watched.until(lambda: len(hosts_of(watched, "ready")) == 4, 280)
         made = len(watched.of("step"))
         await watched.until(lambda: len(watched.of("step")) > made + 3, 280)
+        assert set(hosts_of(watched, "died")) == {host}
         watched.stop.set()
         result = await work
     assert result.state == "stopped", result.reason
-    assert events(host, "died") == 1
+
+
+@pytest.mark.parametrize("where", ["a cluster", "nothing listens"])
+async def test_what_cannot_start_is_refused(cluster: Any, where: str, tmp_path: Path) -> None:
+    address = cluster.address if where == "a cluster" else f"127.0.0.1:{free_port()}"
+    watched, result = await complete(Run.create(of(address, rollout__threads=64), tmp_path / "run"))
+    assert result.state == "failed"
+    reason = "no room for rollout-0 (CPU 64)" if where == "a cluster" else f"launch.address = '{address}'"
+    assert reason in result.reason
+    assert watched.of("state")[-1]["state"] == "failed"
+
+
+async def test_the_overlap_benchmark_measures_hosts(cluster: Any, tmp_path: Path) -> None:
+    workload = SMOKE.on_hosts(2, cluster.address)
+    arm = await asynchronous(workload, 2, tmp_path / "run", forks=forks())
+    average = workload.groups * workload.group_size * workload.mean_tokens * (arm.last - arm.first)
+    assert 0.5 < arm.tokens / average < 2
+    assert ray_table([2], [arm]).splitlines()[-1].split()[:3:2] == ["2", "100.0%"]
+
+
+async def test_raylets_are_killed_and_no_sample_is_lost(cluster: Any, tmp_path: Path) -> None:
+    """First that of a node with rollout workers, then that of the run's Ray driver, with which all hosts end."""
+    run = Run.create(of(cluster.address, train__steps=3000, train__dp=2, checkpoint__every=4), tmp_path / "run")
+    async with executing(run) as (watched, work):
+
+        async def more_steps() -> None:
+            made = len(watched.of("step"))
+            await watched.until(lambda: len(watched.of("step")) > made + 3, 280)
+
+        await watched.until(lambda: len(watched.of("step")) >= 6, 280)
+        places = {e["worker"]: e["host"] for e in watched.of("worker") if e["change"] == "ready" and e.get("host")}
+        assert places["update-0"] == places["update-1"]
+        first = set(hosts_of(watched, "ready"))
+        of_driver = cluster.head_node.all_processes["raylet"][0].process.pid
+        raylets = {host: raylet_of(event["pid"]) for host, event in hosts_of(watched, "ready").items()}
+        lost = places["rollout-0"] if raylets[places["rollout-0"]] != of_driver else places["rollout-1"]
+        psutil.Process(raylets[lost]).kill()
+        await watched.until(lambda: lost in hosts_of(watched, "died"), 280)
+        await more_steps()
+        assert set(hosts_of(watched, "died")) == {lost}
+        psutil.Process(of_driver).kill()
+        await watched.until(lambda: first <= set(hosts_of(watched, "died")), 280)
+        await more_steps()
+        watched.stop.set()
+        result = await work
+    assert result.state == "stopped", result.reason
+    deaths = [
+        event["worker"] for event in watched.of("worker") if (event["stage"], event["change"]) == ("host", "died")
+    ]
+    assert len(deaths) == len(set(deaths)), "one event for each"
     groups = {step["step"]: step["groups"] for step in watched.of("step")}  # of each step its last event
     assert sorted(groups) == list(range(len(groups)))
     assert sorted(group for of_step in groups.values() for group in of_step) == list(range(len(groups) * 4))
+
+
+def raylet_of(host: int) -> int:
+    """The raylet of a host's process: it names the folder in which the fork server of its node has its output."""
+    server = psutil.Process(host).ppid()
+    return int(Path(os.readlink(f"/proc/{server}/fd/1")).parent.name.split("-")[1])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from orchestration.elastic.budget import RestartBudget
 from orchestration.recipe.flow import flow_of
-from orchestration.recipe.sections import LaunchSection
 from orchestration.run.exit_codes import EXIT_NOT_STARTED
 from orchestration.run.supervisor import Supervisor
 from pipeline.index.client import ENGINES, Index
@@ -42,13 +41,12 @@ WINDOW = 0.4
 
 @pytest.fixture
 async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLauncher, asyncio.Task[Any]]]:
-    of = recipe(TINY)
+    limits = {"launch__max_restarts": 1, "launch__startup_timeout": 20.0, "launch__stop_timeout": 0.2}
+    of = recipe(TINY, rollout__workers=2, launch__restart_window=WINDOW, **limits)
     await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
-    workers = [("flow", 0), ("update", 0), ("rollout", 0), ("rollout", 1)]
-    limits = LaunchSection(max_restarts=1, restart_window=WINDOW, startup_timeout=20.0, stop_timeout=0.2)
-    supervisor = Supervisor(index, launcher, workers, limits, steps=0, begins=0)
+    supervisor = Supervisor(index, launcher, of, begins=0)
     work = asyncio.create_task(supervisor.run(asyncio.Event()))
     yield supervisor, launcher, work
     work.cancel()
@@ -114,3 +112,28 @@ async def test_the_last_rollout_without_restarts_left_fails_the_run(supervised: 
     outcome = await asyncio.wait_for(work, 20)
     assert outcome.state == "failed"
     assert outcome.reason == "rollout-1 died and launch.max_restarts = 1 is used up: ended with exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("late", "state"),
+    [
+        (["rollout-1"], "running"),
+        (["rollout-0", "rollout-1"], "failed"),
+        (["update-0"], "failed"),
+    ],
+)
+async def test_a_run_begins_without_a_late_rollout_where_another_is_ready(
+    late: list[str], state: str, index: Index
+) -> None:
+    of = recipe(TINY, rollout__workers=2, launch__startup_timeout=0.2, launch__stop_timeout=0.2)
+    await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
+    await index.transition([""], "created")
+    work = asyncio.create_task(Supervisor(index, ScriptedLauncher(index, late), of, begins=0).run(asyncio.Event()))
+    async with asyncio.timeout(20):
+        while (found := await index.state())[0] in ("created", "starting"):
+            await index.wait("state", found[2], 1.0)
+    assert found[0] == state
+    if state == "failed":
+        assert (await work).reason == f"{late} not ready within launch.startup_timeout = 0 s; see the logs"
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)

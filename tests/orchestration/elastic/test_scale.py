@@ -15,7 +15,7 @@ from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run import hosts
 from orchestration.run.builders.rollout import RolloutJob
-from orchestration.run.kinds import remote_workers, workers_of
+from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import HEAD, ORDERS, beat
 from orchestration.run.paths import RunPaths
 from orchestration.run.run import Run
@@ -114,15 +114,7 @@ async def test_the_number_of_a_run_that_is_taken_over_stays(index: Index) -> Non
     await index.transition([""], "running")
     await request_scale(index, 2)
     launcher = ScriptedLauncher(index)
-    supervisor = Supervisor(
-        index,
-        launcher,
-        workers_of(of),
-        of.launch,
-        steps=0,
-        begins=0,
-        rescale=lambda rollouts: workers_of(scaled(of, rollouts)),
-    )
+    supervisor = Supervisor(index, launcher, of, begins=0)
     work = asyncio.create_task(supervisor.run(asyncio.Event()))
     lives = await launcher.next(4)
     assert sorted(lives) == ["flow-0", "rollout-0", "rollout-1", "update-0"]
@@ -139,7 +131,7 @@ async def test_a_worker_whose_host_leaves_is_launched_again(index: Index) -> Non
     await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
-    supervisor = Supervisor(index, launcher, workers_of(of), of.launch, steps=0, begins=0)
+    supervisor = Supervisor(index, launcher, of, begins=0)
     work = asyncio.create_task(supervisor.run(asyncio.Event()))
     life = (await launcher.next(3))["rollout-0"]
     await request_leave(index, life.name)

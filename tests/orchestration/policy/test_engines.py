@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestration.policy.engines import PolicyEngines, pause_after
+from orchestration.policy.engines import PolicyEngines, keep_share
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.mock.options import MockRolloutOptions
 from stages.engines.protocols import WeightMismatch
@@ -118,7 +118,9 @@ async def test_engines_compute_for_their_share_of_the_time(
     share: float, made: tuple[PolicyEngines, list[Counted]]
 ) -> None:
     engines, (engine,) = made
-    keeping = asyncio.create_task(engines.keep_share(lambda: share))
+    busy = asyncio.Event()
+    busy.set()
+    keeping = asyncio.create_task(keep_share(busy, engines.all, lambda: share))
     try:
         async with engines.engine(mixed=False):
             await engine.paused(1)
@@ -129,8 +131,3 @@ async def test_engines_compute_for_their_share_of_the_time(
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-
-
-def test_the_pause_after_computing() -> None:
-    assert pause_after(1.0, 0.25) == 3.0
-    assert pause_after(1.0, 1.0) == 0.0

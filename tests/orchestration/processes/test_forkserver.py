@@ -16,7 +16,15 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestration.processes.forkserver import Child, Connection, ForkServer, Launch
+from orchestration.processes import forkserver
+from orchestration.processes.forkserver import (
+    Child,
+    Connection,
+    ForkServer,
+    ForkServerDied,
+    Launch,
+    StandingForkServer,
+)
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import Starter
 from tests.orchestration.runs import forks
@@ -188,6 +196,31 @@ async def test_when_a_server_dies_the_next_start_makes_another(tmp_path: Path) -
         assert all(isinstance(child, Child) for child in again)
 
 
+async def test_a_stopped_server_is_killed_when_it_owes_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver, "STOPPED_SECONDS", 0.1)
+    with contextlib.closing(Starter()) as starter:
+        for owed in ("an exit code", "a child"):
+            child = await starter.start(does(SLEEP, tmp_path, owed))
+            await up(tmp_path / owed)
+            server = psutil.Process(child.pid).parent()
+            assert isinstance(child, Child)
+            assert server is not None
+            server.suspend()
+            async with asyncio.timeout(30):
+                if owed == "an exit code":
+                    child.end()
+                else:
+                    again = await starter.start(does("pass", tmp_path))
+                    assert await again.wait() == 0
+                assert await child.wait() is None
+            assert child.orphaned
+        last = await starter.start(does(SLEEP, tmp_path, "last"))
+        await up(tmp_path / "last")
+        psutil.Process(last.pid).parent().suspend()  # type: ignore[union-attr]  # closing it must not wait for it
+
+
 async def test_without_a_fork_server_processes_start_from_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,3 +265,37 @@ async def test_a_killed_owner_takes_the_server_and_its_children_along(tmp_path: 
         await ended(Process.of(pid))
     assert Process.of(outliving).alive()
     os.kill(outliving, signal.SIGKILL)
+
+
+async def test_a_standing_server_is_shared_and_ends_with_its_owner(tmp_path: Path) -> None:
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
+    try:
+        first, second = (StandingForkServer(tmp_path / "server", owner.pid, ["json"]) for _ in range(2))
+        connections = [server.connect() for server in (first, second)]
+        launched = [
+            await connection.launch(does(SLEEP, tmp_path, name))
+            for connection, name in zip(connections, "ab", strict=True)
+        ]
+        await up(tmp_path / "a", tmp_path / "b")
+        servers = {psutil.Process(child.pid).ppid() for child in launched}
+        assert len(servers) == 1, "one server for both"
+        first.close()
+        connections[0].close()
+        assert await launched[0].wait() is None
+        assert launched[1].alive(), "the other one's"
+        owner.kill()
+        await owner.wait()
+        assert await launched[1].wait() is None
+        await ended(Process.of(servers.pop()))
+        with pytest.raises(ForkServerDied):
+            second.connect()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            owner.kill()
+
+
+def test_a_standing_server_is_not_started_in_a_folder_of_others(tmp_path: Path) -> None:
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server").chmod(0o777)
+    with pytest.raises(ForkServerDied, match="open to others"):
+        StandingForkServer(tmp_path / "server", os.getpid(), ["json"])

@@ -11,7 +11,7 @@ import pytest
 
 from api.terminal.report import plan_table
 from orchestration.recipe import devices
-from orchestration.recipe.devices import Devices, assign
+from orchestration.recipe.devices import DevicePool, Devices, assign
 from orchestration.recipe.planner import plan
 from orchestration.run.launchers import ProcessLauncher
 from stages import device_names
@@ -63,6 +63,20 @@ def test_a_vllm_engine_gets_a_device_for_each_of_its_ranks() -> None:
     found = on({"cuda": ["0", "1", "2", "3", "4"]}, rollout=rollout)
     assert found == {"update-0": "cuda:0", "rollout-0": "cuda:1+2", "rollout-1": "cuda:3+4"}
     assert Devices("cuda", ("1", "2")).environment() == {"CUDA_VISIBLE_DEVICES": "1,2"}
+
+
+def test_a_host_gives_the_devices_of_ended_workers_to_the_next_ones() -> None:
+    pool, of = DevicePool({"cuda": ["5", "6"]}), recipe(rollout={"workers": 4, "device": "cuda"})
+    for number in range(3):
+        pool.give(of, ("rollout", number))
+    assert [devices.names for devices in pool.given.values()] == [("5",), ("6",), ("5",)]
+    pool.take_back(("rollout", 1))
+    pool.give(of, ("rollout", 3))
+    assert pool.given["rollout", 3].names == ("6",)
+    numbered = DevicePool({"cuda": ["5", "6"]})
+    numbered.give(recipe(rollout={"device": "cuda:0"}), ("rollout", 0))
+    numbered.give(of, ("rollout", 1))
+    assert [devices.names for devices in numbered.given.values()] == [("0",), ("6",)], "not that of the number 0"
 
 
 def test_colocated_ranks_have_a_device_each() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestration.recipe.load import parse_recipe
-from orchestration.rewards.reward_set import reward_pool, reward_set
+from orchestration.rewards.pool import reward_pool, reward_set
 from stages.rewards.calls import CallFailed, LocalCaller
 from tests.orchestration.runs import TINY
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
+from orchestration.run.engines import tokenizer_of
 from orchestration.run.run import Run
 from orchestration.run.storage import store as stores
 from orchestration.run.storage.store import CheckpointStore, StoreRefused
+from stages.engines.plans import Ranks
+from stages.engines.torch.sharded import ShardedTrainEngine
+from stages.engines.torch.train import TorchTrainEngine
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import MOCK, TINY, complete, recipe
+from tests.ranks import on_ranks
 from tests.servers import s3_server
+from tests.stages.engines.torch.test_sharded import assert_same_state
+from tests.stages.sharded import OPTIONS, algorithm, model_of, share, whole_state
 
 FILES = {"model/model.safetensors": b"m" * 5000, "model/config.json": b"{}", "train/.metadata": b"x", "train/a": b"y"}
 
@@ -130,6 +139,47 @@ def test_a_store_that_refuses_is_tried_again_and_then_named(
     monkeypatch.setattr(CheckpointStore, "_push", push)
     with pytest.raises(StoreRefused, match="bucket does not exist"):
         CheckpointStore("s3://none/runs").push(here, keep=1)
+
+
+def saved_apart(ranks: Ranks, disks: str, url: str, environment: dict[str, str]) -> dict[str, Any]:
+    """A step, and a checkpoint of it in which each rank writes to a disk of its own; its state."""
+    os.environ.update(environment)
+    engine = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS)
+    engine.train_batch(share(ranks), algorithm())
+    state, writer = whole_state(engine), checkpoint.Writer(engine, ranks.rank, url)
+    writer.copy()
+    partial = Path(disks) / str(ranks.rank) / ".step-00000001.partial"
+    for part in ("", checkpoint.CRITIC):
+        writer.write(partial, part)
+    assert (partial / "train").exists() == (ranks.rank == 0), (
+        "a shard on another disk was copied, and is not kept there"
+    )
+    return state
+
+
+def test_ranks_on_other_disks_copy_their_shards_to_the_url(url: str, tmp_path: Path) -> None:
+    """Rank 0's disk and the URL have all of the checkpoint, and ranks of another number go on from there."""
+    store, here = CheckpointStore(url), tmp_path / "0"
+    partial = checkpoint.begin(here, 1)
+    store.stage(written(tmp_path / "killed" / ".step-00000001.partial", 1), "model")  # by a rank that was killed
+    credentials = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    state = on_ranks(2, 1, saved_apart, str(tmp_path), url, credentials)[0]
+    made = checkpoint.finish(here, tokenizer_of(recipe(TINY)), 1, {"counters": {}, "remake": []}, keep=1)
+    shards = {file.name for file in (made.path / "train").glob("*.distcp")}
+    assert {name.split("_")[2] for name in shards} == {"0", "1"}
+    store.push(made.path, keep=1)
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    assert not files.glob(f"{root}/.step-*")
+    pulled = checkpoint.newest(tmp_path / "there", url, 1)
+    assert pulled is not None
+    assert contents(pulled.path) == contents(made.path)
+    assert not partial.exists()
+    alone = TorchTrainEngine(model_of("llama", seed=9), **OPTIONS)
+    pulled.load_into(alone)
+    assert_same_state(whole_state(alone), state)
+    critic = checkpoint.Checkpoint(pulled.path / checkpoint.CRITIC, 1, {}, [])
+    assert {file.name for file in (critic.path / "train").glob("*.distcp")} == shards
+    assert sorted(file.name for file in critic.model.iterdir()) >= ["config.json"]
 
 
 async def test_a_run_whose_folder_lost_its_checkpoints_goes_on_from_the_url_bit_for_bit(

@@ -31,7 +31,9 @@ async def test_with_bound_zero_it_is_the_synchronous_run_bit_for_bit(
     if launcher == "inline":
         receive = Depot._receive_into
         monkeypatch.setattr("stages.weights.depot.is_here", lambda *_: False)
-        monkeypatch.setattr(Depot, "_receive_into", lambda *of: (received.append(of[2].version), receive(*of)))  # type: ignore[attr-defined]
+        monkeypatch.setattr(
+            Depot, "_receive_into", lambda *of: (received.append(of[1].published.version), receive(*of))
+        )  # type: ignore[attr-defined]
     of = recipe(TINY, pipeline__staleness=0, sync__transport="collective", launch__launcher=launcher)
     expected, weights = await synchronous(of)
     watched, result = await complete(Run.create(of, tmp_path / "run"))

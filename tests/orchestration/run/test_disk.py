@@ -102,10 +102,13 @@ async def test_kills_while_checkpoints_are_written_lose_nothing(tmp_path: Path) 
             assert watched.run.supervisor is not None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
-            deaths = len([worker for worker in watched.of("worker") if worker["change"] == "died"])
+            changes_of = [worker["change"] for worker in watched.of("worker") if worker["worker"] == "update-0"]
+            starts = changes_of.count("started")  # of processes; this event follows `restarted`
             await watched.until(
-                lambda deaths=deaths: (
-                    len([w for w in watched.of("worker") if w["change"] == "restarted"]) > deaths or work.done()
+                lambda starts=starts: (
+                    len([w for w in watched.of("worker") if (w["worker"], w["change"]) == ("update-0", "started")])
+                    > starts
+                    or work.done()
                 )
             )
             killed += 1

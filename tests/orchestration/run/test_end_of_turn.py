@@ -69,7 +69,7 @@ async def test_each_of_three_end_tokens_ends_a_response(tmp_path: Path) -> None:
 def test_vllm_is_asked_to_stop_at_each_of_them(tmp_path: Path) -> None:
     of = of_two_ends(tmp_path)
     sampling = sampling_of(of, tokenizer_of(of))
-    row = VllmRow(GroupRequest(0, (0,), torch.tensor([5]), sampling, seed=1), 0, Responses(1, lambda _: None))
+    row = VllmRow(GroupRequest(0, (0,), torch.tensor([5]), sampling, seed=1), 0, Responses(1, lambda _: None), None)
     vllm = SimpleNamespace(SamplingParams=dict, RequestOutputKind=SimpleNamespace(DELTA="delta"))
     asked = sampling_params(vllm, row)
     assert asked["stop_token_ids"] == [EOS, GENERATION, OWN]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.kinds import remote_workers, workers_of
 from orchestration.run.run import Run
 from pipeline.index.client import Index
-from tests.machines import two_machines
+from tests.machines import ROOT, two_machines
 from tests.orchestration.runs import MOCK, recipe
 from tests.servers import self_signed
 
@@ -68,12 +70,14 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
                 folder = str(tmp_path / f"host-{number}")
                 with (tmp_path / f"host-{number}.log").open("w") as own:
                     command = ("host", "--join", where["join"], "--run", run, "--data", folder)
-                    return machines.start(1, "api.cli.main", *command, hidden=[out], stdout=own, stderr=own)
+                    there = {**os.environ, "PYTHONPATH": str(ROOT), "ASYNCDOCK_HOST_TOKEN": where["token"]}
+                    return machines.start(1, "api.cli.main", *command, hidden=[out], stdout=own, stderr=own, env=there)
 
             def ready() -> int:
                 found = [event for event in events(out, "worker") if event["change"] == "ready"]
                 return sum(event["worker"] == "rollout-1" for event in found)
 
+            assert "@" not in where["join"]
             first = host(1)
             until(lambda: ready() == 1 and len(events(out, "step")) > 3)
             assert asyncio.run(warehouses(where["index"], run)) == 2
@@ -169,3 +173,45 @@ def test_the_page_shows_the_commands() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for part in ("asyncdock host --run", "remote_rollouts = 1", "ASYNCDOCK_INDEX", 'transport = "collective"'):
         assert part in page, part
+
+
+def test_a_service_runs_with_rollout_workers_on_a_host_of_another_network(tmp_path: Path) -> None:
+    """``asyncdock serve`` on one machine, ``POST /v1/runs``, and ``asyncdock host`` on the other, which has none of the
+    service's folders. Both reach the service's index."""
+    data = tmp_path / "data"
+    of = recipe(MOCK, **{**REMOTE, "launch__remote_rollouts": 2, "train__steps": 6}).model_dump(mode="json")
+    del of["pipeline"]["index"]  # the service's own
+    with two_machines(tmp_path) as machines, (tmp_path / "serve.log").open("w") as log:
+        options = ("--data", str(data), "--listen", "127.0.0.1:8765", "--index", machines.url)
+        allowed = ("--allow-listen", "0.0.0.0")
+        serve = machines.start(0, "api.cli.main", "serve", *options, *allowed, stderr=log)
+        assert serve.stdout is not None
+        assert serve.stdout.readline() == "AsyncDock serves http://127.0.0.1:8765\n", (
+            tmp_path / "serve.log"
+        ).read_text()
+        with machines.inside(0), httpx.Client(base_url="http://127.0.0.1:8765/v1", timeout=60) as client:
+            made = client.post("/runs", json={"recipe": of})
+            assert made.status_code == 201, made.text
+            run = made.json()["id"]
+            with (tmp_path / "host.log").open("w") as own:
+                command = (
+                    "host",
+                    "--join",
+                    machines.url,
+                    "--run",
+                    run,
+                    "--workers",
+                    "2",
+                    "--data",
+                    str(tmp_path / "host"),
+                )
+                host = machines.start(1, "api.cli.main", *command, hidden=[data], stdout=own, stderr=own)
+            until(lambda: client.get(f"/runs/{run}").json()["state"] in ("finished", "failed", "stopped"))
+            found = client.get(f"/runs/{run}").json()
+            assert found["state"] == "finished", found
+        assert host.wait(60) == 0, (tmp_path / "host.log").read_text()
+        out = next(data.rglob(run))
+    assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(range(24))
+    ready = {event["worker"]: event.get("host") for event in events(out, "worker") if event["change"] == "ready"}
+    assert ready["rollout-0"] == ready["rollout-1"] is not None
+    assert {event["worker"] for event in events(out, "sync") if event["version"] == 6} >= {"rollout-0", "rollout-1"}

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
-from orchestration.recipe.sections import LaunchSection
+from orchestration.recipe.schema import Recipe
 from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import workers_of
 from orchestration.run.run import Run, RunError
@@ -204,16 +204,21 @@ class ScriptedLife:
 
 
 class ScriptedLauncher:
-    """Launches lives that end when the test sets their exit code; the launched ones come out of ``lives`` in order."""
+    """Launches lives that end when the test sets their exit code; the launched ones come out of ``lives`` in order. Those
+    named in ``late`` are never ready."""
 
-    def __init__(self, index: Index) -> None:
-        self.index, self.lives = index, asyncio.Queue[tuple[str, int, ScriptedLife]]()
+    def __init__(self, index: Index, late: Sequence[str] = ()) -> None:
+        self.index, self.late, self.lives = index, late, asyncio.Queue[tuple[str, int, ScriptedLife]]()
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> ScriptedLife:
         life = ScriptedLife(name)
-        await self.index.emit(WorkerEvent(stage=kind, worker=f"{kind}-{number}", change="ready"))
+        if f"{kind}-{number}" not in self.late:
+            await self.index.emit(WorkerEvent(stage=kind, worker=f"{kind}-{number}", change="ready"))
         self.lives.put_nowait((kind, number, life))
         return life
+
+    def rescale(self, recipe: Recipe) -> None:
+        """It launches any worker."""
 
     def close(self) -> None:
         """Nothing of it is left."""
@@ -226,13 +231,14 @@ class ScriptedLauncher:
 
 @pytest.fixture
 async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLauncher, asyncio.Task[Outcome]]]:
-    of = recipe(TINY)
+    limits = {"launch__max_restarts": 2, "launch__startup_timeout": 20.0, "launch__stop_timeout": 0.2}
+    of = recipe(TINY, external__stages=["rollout"], **limits)
+    # Unchecked, as a small machine has fewer cores.
+    of = of.model_copy(update={"train": of.train.model_copy(update={"dp": 3})})
     await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
     await index.transition([""], "created")
     launcher = ScriptedLauncher(index)
-    workers = [("flow", 0), *(("update", number) for number in range(3))]
-    limits = LaunchSection(max_restarts=2, startup_timeout=20.0, stop_timeout=0.2)
-    supervisor = Supervisor(index, launcher, workers, limits, steps=0, begins=0)
+    supervisor = Supervisor(index, launcher, of, begins=0)
     work = asyncio.create_task(supervisor.run(asyncio.Event()))
     yield supervisor, launcher, work
     work.cancel()

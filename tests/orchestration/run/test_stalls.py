@@ -15,9 +15,9 @@ from typing import Any
 
 import redis.asyncio
 
-from api.cli.service.why import chain_of_folder
 from orchestration.guard.waiting import Wait, waiting_chain
 from orchestration.run.run import Run
+from orchestration.service.lifecycle import ask_in_folder
 from pipeline.index.client import Index
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_nothing_left
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
@@ -46,7 +46,7 @@ async def chain_when(watched: Watched, last: str) -> list[Wait]:
     async with asyncio.timeout(20):
         while True:
             chain = await waiting_chain(watched.run.supervisor.index)
-            if chain and last in str(chain[-1]):
+            if chain and last in chain[-1].text:
                 return chain
             await asyncio.sleep(0.05)  # what is asked for has nothing to wait on: that is what it is about
 
@@ -61,13 +61,13 @@ async def test_a_rollout_process_that_hangs_is_named_ended_and_its_samples_are_m
         await watched.until(lambda: len(watched.of("step")) >= 3)
         os.kill(pid_of(watched, "rollout-0"), signal.SIGSTOP)
         chain = await chain_when(watched, "launch.hang_timeout")
-        asked = await chain_of_folder(tmp_path / "run", 20.0)
+        asked = await ask_in_folder(tmp_path / "run", waiting_chain)
         result = await work
     assert result.state == "finished", result.reason
     assert [wait.who.split()[0] for wait in chain] == ["step", "stage", "rollout-0"]
     assert chain[-1].seconds is not None
     assert 0.7 < chain[-1].seconds < HANG + 2
-    assert asked[-1]["text"].startswith("rollout-0 waits for"), asked
+    assert asked[1][-1].text.startswith("rollout-0 waits for"), asked
     assert "gave no sign of life for launch.hang_timeout = 1.5 s" in reasons(watched)["rollout-0"]
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)

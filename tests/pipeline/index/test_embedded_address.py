@@ -15,7 +15,7 @@ import redis.asyncio as redis
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.sections import PipelineSection
-from pipeline.index.address import Address
+from pipeline.index.address import Address, split_password, with_password
 from pipeline.index.client import OWN_ADDRESS, Index
 from pipeline.index.embedded import EmbeddedIndex, served_by_tls
 from tests.orchestration.runs import MOCK, recipe
@@ -116,3 +116,14 @@ def test_a_command_of_another_user_does_not_see_the_socket(tmp_path: Path) -> No
     with EmbeddedIndex(tmp_path / "index", address=Address.parse("127.0.0.1")) as server:
         mode = subprocess.run(["stat", "-c", "%a", str(server.socket)], capture_output=True, text=True, check=True)
         assert mode.stdout.strip() == "700"
+
+
+@pytest.mark.parametrize("url", ["redis://:a%2Fb@10.0.0.1:6379", "rediss://user:a%2Fb@[::1]:1/0?ssl_ca_certs=/x.pem"])
+def test_an_address_and_its_password_are_given_apart(url: str) -> None:
+    address, password = split_password(url)
+    assert password == "a/b"
+    assert "a%2Fb" not in address
+    assert with_password(address, password) == with_password(url, "") == url
+    assert with_password("redis://10.0.0.1", "") == "redis://10.0.0.1"
+    with pytest.raises(ValueError, match="leave out one of them"):
+        with_password(url, password)

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from stages.algorithms import TokenBatch
 from stages.algorithms.batch import TrainBatch
-from stages.algorithms.policy_gradient.pf_ppo import PFPPO
-from stages.algorithms.policy_gradient.ppo import PPO
+from stages.algorithms.policy_gradient.ppo import PFPPO, PPO
 from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch

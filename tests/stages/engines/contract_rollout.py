@@ -32,6 +32,8 @@ from stages.engines.protocols import (
     GroupRequest,
     RolloutEngine,
     SamplingParams,
+    StreamingEngine,
+    Token,
     WeightMismatch,
 )
 
@@ -405,6 +407,32 @@ class ModelContract(RolloutContract):
         assert float(self.teacher_forced(0, request, done)[0]) >= float(
             self.teacher_forced(0, request, sampled[0, 0])[0]
         )
+
+    async def test_a_stream_has_each_token_before_its_completion_and_the_likeliest_others(
+        self, engine: RolloutEngine
+    ) -> None:
+        assert isinstance(engine, StreamingEngine)
+        temperatures = (0.0, 1.0)
+        requests = [self.ask(group, temperature=t, max_tokens=9) for group, t in enumerate(temperatures)]
+        tokens, done = dict[tuple[int, int], list[Token]](), dict[tuple[int, int], Completion]()
+        async with asyncio.timeout(self.deadline):
+            async for item in engine.stream(requests, alternatives=3):
+                assert (item.group, item.place) not in done
+                if isinstance(item, Token):
+                    tokens.setdefault((item.group, item.place), []).append(item)
+                else:
+                    done[item.group, item.place] = item
+        assert done.keys() == {(0, 0), (0, 1), (1, 0), (1, 1)}
+        for key, whole in done.items():
+            assert [replace(token, alternatives=()) for token in tokens[key]] == whole.tokens()
+            for token in tokens[key]:
+                names, logprobs = zip(*token.alternatives, strict=True)
+                assert (len({*names}), list(logprobs)) == (3, sorted(logprobs, reverse=True))
+                assert dict(token.alternatives).get(token.token_id, token.logprob) == token.logprob <= logprobs[0]
+            for name, logprob in tokens[key][0].alternatives:
+                score = await engine.score(requests[key[0]].prompt_ids, torch.tensor([name]))
+                assert score is not None
+                assert float(score[0]) == pytest.approx(logprob, abs=self.atol)
 
     async def test_a_stop_token_ends_a_response_and_belongs_to_it(self, engine: RolloutEngine) -> None:
         free = (await self.made(engine, self.ask(1, (0,), max_tokens=self.stop_tokens)))[1, 0].token_ids.tolist()

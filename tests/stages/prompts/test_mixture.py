@@ -22,9 +22,8 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
 from orchestration.run.run import Run
 from stages.models import Tokenizer, load_tokenizer
-from stages.prompts.mixture import LARGEST_BLOCK, places_of
 from stages.prompts.options import PromptLimits, PromptOptions
-from stages.prompts.sources import load_prompts
+from stages.prompts.sources import LARGEST_BLOCK, load_prompts, places_of
 from stages.sample_log import FOLDER, read
 from tests.forked import ROOT, asyncdock
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained

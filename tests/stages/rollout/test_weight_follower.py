@@ -189,8 +189,8 @@ class Faulty(WeightStore):
             else:
                 memory = self._open(published.slot, published.nbytes)
                 at, size = (100, 1) if self._fault == "corrupts a byte" else published.buckets[1][:2]
-                was = memory[at : at + size]
-                memory[at : at + size] = bytes(255 - byte for byte in was) if size == 1 else bytes(size)
+                was = memory[at : at + size].copy()
+                memory[at : at + size] = 255 - was if size == 1 else 0
                 try:
                     return super().read(published)
                 finally:

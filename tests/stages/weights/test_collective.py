@@ -119,7 +119,7 @@ def test_a_byte_that_changes_on_the_way_is_found(
     sender: WeightSender, receiver: Depot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published = sender.publish(1, weights(1).items())
-    memory = sender._store.memory(published.slot, published.nbytes)
+    memory = sender._store.memory(published)
     memory[published.buckets[2][0]] ^= 1
     with pytest.raises(WeightsDamaged, match=r"version 1: bucket 2 .* does not match its checksum"):
         receiver.read(published)
@@ -285,7 +285,7 @@ def test_an_engine_that_asks_nothing_or_nonsense_is_given_up(tmp_path: Path, nod
         published = sender.publish(1, weights(1).items())
         nonsense = (
             {"key": published.key()},
-            {"key": published.key(), "source": 7, "first": 0, "serves": None, "failed": []},
+            {"key": published.key(), "source": 7, "first": 0, "base": "", "serves": None, "failed": []},
             {"key": published.key(), "source": 0, "first": 0, "serves": "here", "failed": [None]},
             ["set", "a"],
             {"key": "99-0", "source": 0, "first": 0, "serves": None, "failed": []},

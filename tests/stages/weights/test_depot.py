@@ -20,6 +20,7 @@ from stages.weights import chain, collective, depot
 from stages.weights.chain import Chain, pieces_of
 from stages.weights.collective import WeightSender
 from stages.weights.depot import Depot
+from stages.weights.secret_socket import SecretSocket
 from stages.weights.store import Published, WeightsDamaged, WeightStore, WeightsUnreachable, joined
 from tests.stages.weights.test_collective import SECRET, TIMEOUT, nodes, same, start, weights
 
@@ -43,14 +44,14 @@ class Trainer:
         self.hold_at, self.go_on = 10**9, threading.Event()
         send = chain.send_pieces
 
-        def noted(peer: Any, memory: Any, pieces: Any, first: int) -> None:
+        def noted(peer: Any, memory: Any, pieces: Any, first: int, **base: Any) -> None:
             self.sent.append((first, len(pieces)))
             hold, self.hold_at = self.hold_at, 10**9
 
             def wait(number: int, seconds: float) -> bool:
                 return number < hold or self.go_on.wait(seconds)
 
-            send(peer, memory, pieces, first, wait)
+            send(peer, memory, pieces, first, wait, **base)
 
         monkeypatch.setattr(collective, "send_pieces", noted)
 
@@ -263,15 +264,27 @@ def test_a_copy_that_is_damaged_is_received_again(trainer: Trainer, nodes: Calla
     assert same(nodes("node").read(published), 1)
 
 
-def test_on_the_trainers_node_its_own_copy_is_read(trainer: Trainer, tmp_path: Path) -> None:
-    node = Depot(tmp_path / "trainer", secret=SECRET)
-    published = trainer.publish(3)
-    assert same(node.read(replace(published, slot=0)), 3), "vLLM's engine replaces the slot by its own"
+@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
+def test_engines_on_the_trainers_node_have_one_copy_of_what_lies_there(
+    transport: str, trainer: Trainer, tmp_path: Path
+) -> None:
+    engines = [Depot(tmp_path / "trainer", secret=SECRET) for _ in range(3)]
+    for version in (3, 4):
+        published = trainer.publish(version)
+        published = published if transport == "collective" else replace(published, source="")
+        found = [engine.read(published) for engine in engines]
+        assert all(same(tensors, version) for tensors in found)
+        found[0]["embedding"][0] = 7.0
+        assert found[1]["embedding"][0, 0] == found[2]["embedding"][0, 0] == 7.0, "the memory is the same"
+        assert same(WeightStore(tmp_path / "trainer").read(published), version), "and not the trainer's"
+        folder = tmp_path / "trainer" / depot.FOLDER
+        assert sorted(file.name for file in folder.iterdir()) == ["lock", f"weights-{published.key()}"]
+    with pytest.raises(WeightsDamaged, match="does not match its checksum"):
+        engines[0].read(published)
     memory = torch.zeros(published.nbytes, dtype=torch.uint8).numpy()
-    node.receive(published, memory)
-    assert same(depot.tensors_of(memory, published), 3)
+    engines[1].receive(published, memory)
+    assert same(depot.tensors_of(memory, published), 4)
     assert not trainer.sent
-    assert not (tmp_path / "trainer" / depot.FOLDER).exists()
 
 
 def test_a_version_without_room_in_shared_memory_is_no_crash(
@@ -279,12 +292,16 @@ def test_a_version_without_room_in_shared_memory_is_no_crash(
 ) -> None:
     """A mapped file beyond what the memory holds would be a SIGBUS."""
 
+    published = trainer.publish(1)
+
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(WeightsUnreachable, match="No space left"):
-        nodes().read(trainer.publish(1))
+        nodes().read(published)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.publish(2)
 
 
 # ── several ranks of a trainer ──
@@ -320,9 +337,9 @@ def test_each_rank_of_a_trainer_sends_the_buckets_that_it_has_published(
     sent: list[int] = []
     send = chain.send_pieces
 
-    def noted(peer: Any, memory: Any, pieces: Any, first: int) -> None:
+    def noted(peer: Any, memory: Any, pieces: Any, first: int, **base: Any) -> None:
         sent.append(sum(piece.nbytes for piece in pieces))
-        send(peer, memory, pieces, first)
+        send(peer, memory, pieces, first, **base)
 
     monkeypatch.setattr(collective, "send_pieces", noted)
     several = [nodes(), nodes()]
@@ -358,3 +375,114 @@ def test_ranks_of_one_node_write_one_slot(tmp_path: Path) -> None:
         whole = joined([result(part) for part in parts])
         assert whole == WeightStore(tmp_path / "alone", bucket_bytes=5000).publish(version, weights(version).items())
         assert same(WeightStore(tmp_path).read(whole), version)
+
+
+# ── changes alone ──
+
+
+def bfloat16(version: int) -> dict[str, torch.Tensor]:
+    """The weights after ``version`` small steps: the same numbers but for a few in a hundred."""
+    made = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(200, 100, generator=made) for name in ("one", "other")}
+    for _ in range(version):
+        for tensor in weights.values():
+            tensor += 2e-5 * torch.randn(tensor.shape, generator=made)
+    return {name: tensor.bfloat16() for name, tensor in weights.items()}
+
+
+def equal(found: dict[str, torch.Tensor], version: int) -> bool:
+    return all(torch.equal(found[name], value) for name, value in bfloat16(version).items())
+
+
+@pytest.fixture
+def carried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What each link carries of each version: a ``kind``, whole or changes, and bytes."""
+    found: list[tuple[str, int]] = []
+    send = SecretSocket.send
+
+    def counted(self: SecretSocket, data: memoryview) -> None:
+        found.append(("changes" if isinstance(data.obj, bytes) else "whole", len(data)))
+        send(self, data)
+
+    monkeypatch.setattr(SecretSocket, "send", counted)
+    return found
+
+
+def nbytes_of(carried: list[tuple[str, int]], kind: str) -> int:
+    return sum(nbytes for name, nbytes in carried if name == kind)
+
+
+def test_between_nodes_that_have_the_version_before_only_changes_travel(
+    trainer: Trainer, nodes: Callable[..., Depot], carried: list[tuple[str, int]]
+) -> None:
+    """From the trainer and from node to node; a node that is new, or has missed a version, gets all bytes."""
+    several = [nodes(), nodes()]
+    for version in (1, 2, 3):
+        published = trainer.sender.publish(version, bfloat16(version).items())
+        assert [equal(node.read(published), version) for node in several] == [True, True]
+        if version == 1:
+            assert (nbytes_of(carried, "whole"), nbytes_of(carried, "changes")) == (2 * published.nbytes, 0)
+        else:
+            assert nbytes_of(carried, "whole") == 0
+            assert 0 < nbytes_of(carried, "changes") < 0.1 * published.nbytes
+        carried.clear()
+    late = nodes()
+    assert equal(late.read(published), 3)
+    for version in (4, 5):
+        published = trainer.sender.publish(version, bfloat16(version).items())
+    carried.clear()
+    assert equal(several[0].read(published), 5)
+    assert nbytes_of(carried, "whole") == published.nbytes, "no link has version 3 at both ends"
+    carried.clear()
+    assert equal(several[1].read(published), 5)
+    assert nbytes_of(carried, "changes") > 0, "its neighbour has it"
+    assert nbytes_of(carried, "whole") == 0
+
+
+def test_each_rank_sends_changes_of_its_own_part(
+    ranks: list[WeightSender], nodes: Callable[..., Depot], carried: list[tuple[str, int]]
+) -> None:
+    node = nodes()
+    for version in (1, 2):
+        carried.clear()
+        parts = [
+            sender.publish(version, bfloat16(version).items(), None, (rank, 3)) for rank, sender in enumerate(ranks)
+        ]
+        assert equal(node.read(joined(parts)), version)
+    assert nbytes_of(carried, "whole") == 0
+    assert nbytes_of(carried, "changes") > 0
+
+
+def test_an_older_version_that_is_overwritten_meanwhile_is_no_longer_sent_from(
+    trainer: Trainer, nodes: Callable[..., Depot], carried: list[tuple[str, int]]
+) -> None:
+    """Publishing does not wait for a node that receives changes of the version in its slot."""
+    node = nodes()
+    assert equal(node.read(trainer.sender.publish(1, bfloat16(1).items())), 1)
+    carried.clear()
+    trainer.hold_at, published = 20, trainer.sender.publish(2, bfloat16(2).items())
+    reading = begun(lambda: equal(node.read(published), 2))
+    until(lambda: pieces(node, published) == 20)
+    trainer.sender.publish(3, bfloat16(3).items())
+    trainer.go_on.set()
+    assert result(reading)
+    assert nbytes_of(carried, "changes") > 0
+    assert nbytes_of(carried, "whole") == sum(p.nbytes for p in pieces_of(published, 0, 1)[20:])
+
+
+def test_a_damaged_older_version_is_used_once(trainer: Trainer, nodes: Callable[..., Depot]) -> None:
+    node = nodes()
+    node.read(trainer.sender.publish(1, bfloat16(1).items()))["one"][7] = 7.0
+    published = trainer.sender.publish(2, bfloat16(2).items())
+    with pytest.raises(WeightsDamaged, match="does not match its checksum"):
+        node.read(published)
+    assert equal(node.read(published), 2)
+
+
+def test_where_most_numbers_change_all_bytes_travel(
+    trainer: Trainer, nodes: Callable[..., Depot], carried: list[tuple[str, int]]
+) -> None:
+    node = nodes()
+    for version in (1, 2):
+        assert same(node.read(trainer.publish(version)), version)
+    assert nbytes_of(carried, "changes") == 0

@@ -177,21 +177,23 @@ class ContinuousBatch:
         """Draw the next token of each row from number ``first`` on, ``unread`` tokens after its last one."""
         rows = self.rows[first:]
         points = [uniform(row.request.seed, row.place, len(row.tokens) + unread) for row in rows]
-        return draw(logits, [row.request.params for row in rows], points)
+        alternatives = max(row.submission.alternatives or 0 for row in rows)
+        return draw(logits, [row.request.params for row in rows], points, alternatives)
 
     def _append(self, first: int, drawn: Drawn) -> bool:
         """Append the drawn tokens to the rows from number ``first`` on that have not ended. Returns whether any ends."""
         ended, streamed = False, dict[int, tuple[Submission, list[Token]]]()
-        for row, token, logprob in zip(self.rows[first:], *drawn.read(), strict=True):
+        for row, tokens, logprobs in zip(self.rows[first:], *drawn.read(), strict=True):
             if row.ended is None:
-                row.append(token, logprob, self.version)
+                row.append(tokens[0], logprobs[0], self.version)
                 row.ended = self._finish_reason(row)
                 ended = ended or row.ended is not None
-                if row.submission.streams:
-                    made = Token(row.request.group, row.place, token, logprob, self.version)
+                if (alternatives := row.submission.alternatives) is not None:
+                    others = tuple(zip(tokens[1 : alternatives + 1], logprobs[1 : alternatives + 1], strict=True))
+                    made = Token(row.request.group, row.place, tokens[0], logprobs[0], self.version, others)
                     streamed.setdefault(id(row.submission), (row.submission, []))[1].append(made)
-        for submission, tokens in streamed.values():
-            submission.deliver(tokens)
+        for submission, new in streamed.values():
+            submission.deliver(new)
         return ended
 
     def _deliver_ended(self) -> None:

@@ -318,15 +318,12 @@ def _two_part_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function that transformers calls in the forward of a :class:`TorchDecoder`."""
     attention: TwoPartAttention = state_of(module)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    attention.layers[layer] = Scores.of(query, scaling, sliding_window, options), s_aux
+    attention.layers[layer] = Scores.of(query, options), options.get("s_aux")
     packed_query, packed_key, packed_value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     out = attention.attend(layer, packed_query, packed_key, packed_value)
     return out.view(1, len(out), query.shape[1], -1), None

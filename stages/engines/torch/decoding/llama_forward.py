@@ -37,7 +37,7 @@ class Place:
 class PackedLinear(nn.Module):
     """Linear layers with the same input, joined to one weight in oneDNN's blocked layout (CPU only). ``dtype`` (None: the
     layers'): of the weight, the input and the output. The layers' own weights are freed, unless ``shared`` by others.
-    ``adapter``: whose output is added (``decoding.adapters``)."""
+    ``adapter``: whose output is added (``decoding.weights``)."""
 
     adapter: Any = None
 

@@ -27,11 +27,12 @@ class PendingGroup:
 
 @dataclass(eq=False)
 class Submission:
-    """One call of ``generate`` or ``stream``: the loop, and the queue for its completions and, if it ``streams``, tokens."""
+    """One call of ``generate`` or ``stream``: the loop, and the queue for its completions and, of a stream, tokens.
+    ``alternatives``: to each token; None: it is no stream."""
 
     loop: asyncio.AbstractEventLoop
     results: asyncio.Queue[Token | Completion | Exception]
-    streams: bool = False
+    alternatives: int | None = None
 
     def deliver(self, items: Sequence[Token | Completion | Exception]) -> None:
         """Put ``items`` into the queue, from another thread. Does nothing when the loop is closed."""

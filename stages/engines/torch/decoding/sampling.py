@@ -19,16 +19,22 @@ BLOCK = 256  # columns that one level of a search looks at
 
 
 class Drawn:
-    """One token per row: ``tokens`` int64 [R] on the logits' device. :meth:`read` copies tokens and logprobs to the host.
-    The logprob of a row with logits that were not finite is NaN, since an earlier check would wait for the device."""
+    """One token per row: ``tokens`` int64 [R] on the logits' device, and the ``alternatives`` likeliest ones of ``weights``
+    [R, V], probabilities. :meth:`read` copies tokens and logprobs to the host. The logprob of a row with logits that were
+    not finite is NaN, since an earlier check would wait for the device."""
 
-    def __init__(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+    def __init__(self, tokens: torch.Tensor, weights: torch.Tensor, alternatives: int) -> None:
         self.tokens = tokens
+        several, chosen = tokens[:, None], weights.gather(-1, tokens[:, None])
+        if alternatives:
+            top = weights.topk(min(alternatives, weights.shape[1]))
+            several, chosen = torch.cat([several, top.indices], 1), torch.cat([chosen, top.values], 1)
         # One copy for both: float32 holds a token's number bit by bit.
-        self._arrive = devices.fetch(torch.stack([tokens.int(), logprobs.float().view(torch.int32)]))
+        self._arrive = devices.fetch(torch.stack([several.int(), chosen.log().float().view(torch.int32)]))
 
-    def read(self) -> tuple[list[int], list[float]]:
-        """Raises ``ValueError`` on logits that are not finite."""
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Returns of each row its token and the alternatives, and their logprobs. Raises ``ValueError`` on logits that are
+        not finite."""
         tokens, bits = self._arrive()
         logprobs = bits.view(torch.float32)
         if bool(logprobs.isnan().any()):
@@ -43,9 +49,12 @@ def uniform(seed: int, place: int, index: int) -> float:
     return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
 
 
-def draw(logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float]) -> Drawn:
+def draw(
+    logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequence[float], alternatives: int = 0
+) -> Drawn:
     """Draw one token per row of ``logits`` float32 [R, V] (overwritten), by inverting the cumulative distribution at
-    ``points`` in [0, 1). Its logprob is the one after temperature and before top-k and top-p."""
+    ``points`` in [0, 1). Its logprob, and those of the ``alternatives`` likeliest tokens, are those after temperature and
+    before top-k and top-p."""
     device = logits.device
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits /= devices.put(torch.tensor([p.temperature or 1.0 for p in params]), device)[:, None]
@@ -67,7 +76,7 @@ def draw(logits: torch.Tensor, params: Sequence[SamplingParams], points: Sequenc
         if likeliest is not None:
             tokens = torch.where(devices.put(torch.tensor(greedy), device), likeliest, tokens)
     # Softmax makes NaN of a row with a logit that is NaN or infinite.
-    return Drawn(tokens, weights.gather(-1, tokens[:, None])[:, 0].log())
+    return Drawn(tokens, weights, alternatives)
 
 
 def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:

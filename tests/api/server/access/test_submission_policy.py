@@ -252,6 +252,15 @@ def test_checkpoints_are_copied_only_to_listed_places(tmp_path: Path) -> None:
     assert accept(given, recipe(), {"checkpoint.url": f"file://{place}"}).checkpoint.url == f"file://{place}"
 
 
+def test_workers_are_placed_on_listed_clusters_alone() -> None:
+    wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "collective", "sync.serve": "0.0.0.0"}
+    wanted |= {"launch.launcher": "ray", "launch.address": "ray://10.0.0.2:10001"}
+    settings: dict[str, Any] = {"allow_listen": {"0.0.0.0"}, "index": "redis://:secret@10.0.0.1"}
+    assert "launch.address" in refused(recipe(), overrides=wanted, **settings, allow_clusters={"auto"})
+    given = Settings(data=Path(), **settings, allow_clusters=frozenset(["ray://10.0.0.2:10001"]))
+    assert accept(given, recipe(), wanted).launch.address == "ray://10.0.0.2:10001"
+
+
 def test_hosts_may_run_workers_where_the_services_index_is_reached_from_other_machines() -> None:
     wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "collective", "sync.serve": "0.0.0.0"}
     wanted |= {"launch.remote_rollouts": 1, "launch.launcher": "process"}

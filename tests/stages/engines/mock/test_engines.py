@@ -365,5 +365,10 @@ def test_weights_go_from_trainer_to_rollout_and_to_disk(tmp_path: Path) -> None:
         trainer.save_pretrained(tmp_path / "model")
         saved = load_file(tmp_path / "model" / "model.safetensors")
         assert all(torch.equal(saved[name], tensor) for name, tensor in trainer.weights())
+        begun = MockRolloutEngine(MockRolloutOptions(time_scale=FAST), version=2, weights=tmp_path / "model")
+        first, second = await collect(rollout, [request(0)]), await collect(begun, [request(0)])
+        assert torch.equal(first[0, 0].token_ids, second[0, 0].token_ids), (
+            "the tokens of a version, wherever it is from"
+        )
 
     asyncio.run(main())

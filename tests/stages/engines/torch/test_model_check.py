@@ -47,8 +47,8 @@ def test_a_feature_that_is_left_out_is_refused(
 ) -> None:
     class Wrong(Scores):
         @classmethod
-        def of(cls, query: Any, scaling: Any, window: Any, options: Any) -> Scores:
-            found = Scores.of(query, scaling, window, options)
+        def of(cls, query: Any, options: Any) -> Scores:
+            found = Scores.of(query, options)
             window = None if left_out == "window" else found.window
             return Scores(found.scaling, window, None if left_out == "softcap" else found.softcap)
 

@@ -33,7 +33,7 @@ from stages.engines.protocols import Completion, EngineClosed, GroupRequest, Sam
 from stages.engines.torch import rollout as torch_rollout
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.llama_forward import PackedLinear
-from stages.engines.torch.decoding.sampling import draw, invert, keep_from, uniform
+from stages.engines.torch.decoding.sampling import Drawn, draw, invert, keep_from, uniform
 from stages.engines.torch.rollout import TorchRolloutEngine
 from tests.allocations import Allocations
 
@@ -433,6 +433,11 @@ def allowed(logits: torch.Tensor, params: SamplingParams) -> list[bool]:
     return [token in kept for token in range(len(probabilities))]
 
 
+def first(drawn: Drawn) -> tuple[list[int], list[float]]:
+    tokens, logprobs = drawn.read()
+    return [row[0] for row in tokens], [row[0] for row in logprobs]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -450,7 +455,7 @@ def test_tokens_outside_top_k_and_top_p_are_never_drawn(
     points = [0.0, 1.0 - 2.0**-52, *(uniform(seed, place, 0) for place in range(rows - 2))]
     # One unfiltered row in the middle: rows with and without filters share a batch.
     mixed = [params] * 20 + [SamplingParams(1)] + [params] * (rows - 21)
-    tokens, logprobs = draw(logits.repeat(rows, 1), mixed, points).read()
+    tokens, logprobs = first(draw(logits.repeat(rows, 1), mixed, points))
     inside = allowed(logits, params)
     assert all(inside[token] for i, token in enumerate(tokens) if i != 20)
     expected = (logits / temperature).log_softmax(-1)
@@ -463,7 +468,7 @@ def test_a_row_with_a_logit_that_is_not_finite_is_refused(broken: float, tempera
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
     logits[0, 7] = -torch.inf  # a token that cannot be drawn
     params, points = [SamplingParams(1, temperature=temperature)] * 2, [0.5, 0.5]
-    tokens, logprobs = draw(logits.clone(), params, points).read()
+    tokens, logprobs = first(draw(logits.clone(), params, points))
     assert logprobs == pytest.approx(
         [float(logits[i].log_softmax(-1)[token]) for i, token in enumerate(tokens)], abs=1e-5
     )
@@ -478,7 +483,7 @@ def test_draws_follow_the_distribution() -> None:
     params = SamplingParams(1, temperature=1.3, top_k=40, top_p=0.9)
     count = 20_000
     points = [uniform(5, place, 1) for place in range(count)]
-    tokens, _ = draw(logits.repeat(count, 1), [params] * count, points).read()
+    tokens, _ = first(draw(logits.repeat(count, 1), [params] * count, points))
     kept = torch.tensor(allowed(logits, params))
     probabilities = (logits / 1.3).softmax(-1) * kept
     expected = (probabilities / probabilities.sum() * count).tolist()

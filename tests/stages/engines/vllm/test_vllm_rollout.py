@@ -210,7 +210,7 @@ async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(t
     sender = WeightSender(WeightStore(tmp_path), host="127.0.0.1", secret=SECRET)
     try:
         published = sender.publish(1, contract.weights(1).items())
-        memory = sender._store.memory(published.slot, published.nbytes)
+        memory = sender._store.memory(published)
         memory[-1] ^= 1
         with pytest.raises(WeightsDamaged, match=r"keeps version 0: .*checksum"):
             await engine.receive(published)
@@ -233,9 +233,12 @@ async def test_the_first_worker_receives_what_a_trainer_on_other_devices_sends(t
         expected = contract.teacher_forced(1, request, fresh)
         assert torch.allclose(fresh.logprobs, expected, atol=contract.atol)
 
+        same = await engine.receive(sender.publish(2, contract.weights(1).items()))  # as changes: there are none
+        assert same.keys() == landed.keys()
+        never = sender.publish(3, contract.weights(1).items())
         sender.close()
         with pytest.raises(WeightsUnreachable, match=r"keeps version 1: .*not received from the trainer"):
-            await engine.receive(published)
+            await engine.receive(never)
         await engine.load_weights(2, contract.weights(0))  # tensors, as any engine takes them
         (again,) = (await contract.made(engine, request)).values()
         assert torch.allclose(again.logprobs, contract.teacher_forced(0, request, again), atol=contract.atol)
@@ -252,17 +255,21 @@ async def test_an_update_that_vllm_never_ends_fails_the_engine_in_time(monkeypat
         await contract.load(engine, 1)
         update = engine._update
 
+        begun = asyncio.Event()
+
         async def stalling(*arguments: Any) -> None:
             for process in contract.processes[engine]:
                 process.suspend()
+            begun.set()
             await update(*arguments)
 
         monkeypatch.setattr(engine, "_update", stalling)
         stream = engine.generate([contract.ask(1, max_tokens=contract.long_tokens)])
+        loading = asyncio.create_task(engine.load_weights(9, contract.weights(0)))
+        await begun.wait()
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5):
-                await engine.load_weights(9, contract.weights(0))
+            await asyncio.wait_for(loading, 2)
         assert time.monotonic() - began < 30
         with pytest.raises(EngineFailed, match="has not ended its update to version 9"):
             await collect(stream)

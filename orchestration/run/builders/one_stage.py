@@ -1,13 +1,24 @@
-"""The worker of the reference stage, for algorithms that need logprobs under a frozen model: here, or behind a server."""
+"""The workers of one stage: of further rewards, of the reference, and of a stage that the recipe names."""
 
 from __future__ import annotations
 
 import asyncio
 
+from orchestration.recipe.flow import flow_of, stages_of
 from orchestration.run.builders.job import Job
 from orchestration.run.engines import reference_engine, teacher_options
-from stages.inference.reference import Reference
+from stages.flow.adapter import StageAdapter
+from stages.inference.scores import Reference
 from stages.inference.teacher import TeacherReference, TeacherServer
+from stages.rewards.stage import Reward
+
+
+class RewardJob(Job):
+    """For ``reward.workers`` above 1: computes the rewards of the rows that it claims, beside the reward stage of the `flow`
+    worker."""
+
+    async def build(self) -> None:
+        self.control(Reward(await self.open_rewards(), self.tokenizer, tuple(flow_of(self.recipe)["reward"].needs)))
 
 
 class ReferenceJob(Job):
@@ -25,3 +36,11 @@ class ReferenceJob(Job):
         engine = await asyncio.to_thread(reference_engine, recipe)
         self.resources.callback(engine.close)
         self.control(Reference(engine))
+
+
+class StageJob(Job):
+    """Runs one instance of the class of a stage under ``[[stages]]``."""
+
+    async def build(self) -> None:
+        stage = next(stage for stage, declared in stages_of(self.recipe) if declared.name == self.kind)
+        self.control(StageAdapter(stage, flow_of(self.recipe)[self.kind], self.tokenizer))

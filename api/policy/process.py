@@ -1,0 +1,97 @@
+"""The process in which a server has its policies: it has the engines, and the server no torch.
+
+request ──▶ post ──▶ is there a process? ── no ──▶ start it; it ends after ten minutes without requests
+              └──▶ HTTP on a Unix socket, which it gets as its standard input ──▶ api.policy.worker
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from api.server.problems import HTTPProblem
+from orchestration.processes.forkserver import Launch
+from orchestration.processes.handles import Process
+from orchestration.processes.starter import spawn
+
+OPTIONS_VARIABLE = "ASYNCDOCK_POLICIES"  # no command line: a URL may have a password
+MOST_STARTING = 4096  # requests that wait for its start
+END_SECONDS = 10.0  # for it to end, until it is killed
+IDLE_SECONDS = 600.0  # without requests, until it ends
+LOOK_SECONDS = 30.0  # between checks whether it is idle
+
+
+class PolicyProcess:
+    """The process of a server's policies, started when one is asked for. ``log``: file of its output; ``options``: of
+    :class:`orchestration.policy.served.Policies`."""
+
+    def __init__(self, log: Path, options: Mapping[str, Any]) -> None:
+        path = os.pathsep.join(path for path in sys.path if path)
+        env = {**os.environ, "PYTHONPATH": path, OPTIONS_VARIABLE: json.dumps(options)}
+        self._launch = Launch("api.policy.worker:main", [], env, os.getcwd(), str(log), "policies")
+        self._requests, self._used = 0, 0.0
+        self._session: aiohttp.ClientSession | None = None  # of the process; None: the next request starts one
+        self._running = set[asyncio.Task[None]]()
+
+    @contextlib.asynccontextmanager
+    async def post(self, path: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The process's answer to a request. Raises HTTPProblem."""
+        self._session = session = self._session or self._begin()
+        self._requests += 1
+        try:
+            async with session.post(path, data=body) as answer:
+                yield answer
+        except aiohttp.ClientError as error:
+            detail = f"The process of the policies ended ({type(error).__name__}); {self._launch.log} has the reason."
+            raise HTTPProblem(503, detail, kind="policy", fix="try again", headers={"Retry-After": "1"}) from error
+        finally:
+            self._requests, self._used = self._requests - 1, time.monotonic()
+
+    def _begin(self) -> aiohttp.ClientSession:
+        folder = tempfile.TemporaryDirectory(prefix="adk-")
+        path = os.path.join(folder.name, "policies")
+        with socket.socket(socket.AF_UNIX) as listening:  # requests wait in it while the process starts
+            listening.bind(path)
+            listening.listen(MOST_STARTING)
+            process = spawn(self._launch, listening.fileno())
+        connector, timeout = aiohttp.UnixConnector(path, limit=0), aiohttp.ClientTimeout(total=None)
+        session = aiohttp.ClientSession("http://policies", connector=connector, timeout=timeout)
+        task = asyncio.create_task(self._keep(process, session, folder))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return session
+
+    async def _keep(
+        self, process: Process, session: aiohttp.ClientSession, folder: tempfile.TemporaryDirectory[str]
+    ) -> None:
+        """Wait until ``process`` ends or is idle, and end it."""
+        ended = asyncio.create_task(process.wait())
+        try:
+            while self._requests or time.monotonic() - self._used < IDLE_SECONDS:
+                if (await asyncio.wait([ended], timeout=LOOK_SECONDS))[0]:
+                    break
+        finally:
+            self._session = None
+            await session.close()
+            process.end(signal.SIGTERM)
+            if not (await asyncio.wait([ended], timeout=END_SECONDS))[0]:
+                process.end()
+                await ended
+            folder.cleanup()
+
+    async def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)

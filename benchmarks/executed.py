@@ -1,0 +1,31 @@
+"""Execute a run and collect its events."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from orchestration.processes.forkserver import ForkServer
+from orchestration.recipe.schema import Recipe
+from orchestration.run.run import Run
+from pipeline.events import Event
+
+
+async def executed(
+    recipe: Recipe, out: Path, forks: ForkServer | None = None, *, must_finish: bool = True
+) -> list[Event]:
+    """Returns all events of a run of ``recipe`` in ``out``, whose workers come from ``forks``. Raises RuntimeError when it
+    does not finish, unless it need not."""
+    run, events = Run.create(recipe, out), list[Event]()
+    run.forks = forks
+
+    async def follow() -> None:
+        async for event in run.events():
+            events.append(event)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(follow())
+        result = await run.execute()
+    if must_finish and result.state != "finished":
+        raise RuntimeError(f"the run {recipe.name} {result.state}: {result.reason}")
+    return events

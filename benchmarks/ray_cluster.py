@@ -1,0 +1,43 @@
+"""A Ray cluster of several raylets on this machine, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def own_address() -> str:
+    """Returns the address of this machine on its network. Raises OSError where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def raylets(number: int, cpus: int, **head: Any) -> Iterator[Any]:
+    """Yield a :class:`ray.cluster_utils.Cluster` of ``number`` raylets with ``cpus`` CPUs each; ``head``: more arguments of
+    the first one."""
+    # Ray lowers the priority of workers; on a busy machine they would get no time.
+    # Its memory monitor kills workers when other processes of this machine fill the memory.
+    os.environ |= {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False, **head})
+    try:
+        for _ in range(number - 1):
+            cluster.add_node(num_cpus=cpus)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def on_ray(address: str) -> dict[str, dict[str, Any]]:
+    """Returns the keys of a recipe whose workers are placed on the cluster at ``address``, with an embedded index."""
+    return {
+        "launch": {"launcher": "ray", "address": address},
+        "pipeline": {"index_serve": own_address(), "serve": "0.0.0.0"},
+        "sync": {"transport": "collective", "serve": "0.0.0.0"},
+    }
