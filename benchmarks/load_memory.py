@@ -28,7 +28,7 @@ from torch.distributed import FileStore
 from transformers import AutoModelForCausalLM
 
 from orchestration.processes.forkserver import ENVIRONMENT
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 from stages.engines.torch import sharded, train
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.sharded import ShardedTrainEngine, join

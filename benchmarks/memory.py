@@ -38,7 +38,7 @@ from orchestration.recipe.checks.memory_parts import Engine
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.planner import memory_of
 from orchestration.recipe.schema import Recipe
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 from stages.models import empty_model, weight_shapes
 
 Model = str | dict[str, Any]  # a source, or the sizes of a Llama

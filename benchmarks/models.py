@@ -43,8 +43,8 @@ from benchmarks.families import CONTEXT, FAMILIES, VOCABULARY, write
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.plans import Ranks
 from stages.engines.protocols import GroupRequest, RolloutEngine, SamplingParams
+from stages.engines.strategies import Ranks
 from stages.engines.torch.head import use_float32
 from stages.weights.store import Gap, Probe, ProbeRule, gap
 

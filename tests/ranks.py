@@ -7,7 +7,7 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import join
 from tests.forked import forks
 
@@ -23,14 +23,22 @@ DEADLINE = 120.0
 
 
 def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any, timeout: float = DEADLINE) -> list[Any]:
-    """``work(ranks, *arguments)`` on each of dp · tp ranks of one group, one thread each; what each returned, by rank.
-    Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that of their collectives."""
+    """:func:`of_product` with dp · tp ranks."""
+    return of_product({"dp": dp, "tp": tp}, work, *arguments, timeout=timeout)
+
+
+def of_product(
+    chosen: Mapping[str, int], work: Callable[..., Any], *arguments: Any, timeout: float = DEADLINE
+) -> list[Any]:
+    """``work(ranks, *arguments)`` on each rank of a group with the strategies ``chosen``, one thread each; what each
+    returned, by rank. Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that of
+    their collectives."""
     context = forks()
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="adk-ranks-") as home:
         processes: list[BaseProcess] = [
-            context.Process(target=_rank, args=(results, Ranks(rank, dp, tp), home, timeout, work, arguments))
-            for rank in range(dp * tp)
+            context.Process(target=_rank, args=(results, Ranks(rank, **chosen), home, timeout, work, arguments))
+            for rank in range(Ranks(0, **chosen).world)
         ]
         for process in processes:
             process.start()

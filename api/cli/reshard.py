@@ -15,7 +15,7 @@ from rich.text import Text
 
 from api.cli.output import table
 from orchestration.recipe.checks.relations import heads_divide
-from orchestration.recipe.field_problems import FUTURE_KEYS, missing_parallelism
+from orchestration.recipe.field_problems import missing_parallelism
 from orchestration.recipe.planner import (
     beyond_engine,
     held_bytes,
@@ -123,16 +123,15 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if beyond := beyond_engine(layout):
         for part in beyond:
             key = f"train.{part.partition('=')[0]}"
-            why = missing_parallelism(key) if key in FUTURE_KEYS else "the train engine shards over all replicas"
-            yield f"the train engine does not run this layout: {part}: {why}"
+            yield f"the train engine does not run this layout: {part}: {missing_parallelism(key)}"
         return
-    train = recipe.train.model_copy(update={"dp": layout.dp_shard, "tp": layout.tp})
+    train = recipe.train.model_copy(update={"dp": layout.dp_replicate * layout.dp_shard, "tp": layout.tp})
     problems = [str(problem) for problem in heads_divide(recipe.model_copy(update={"train": train}))]
     if not problems and layout.tp > 1:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from stages.engines.torch.sharded import cuts
+        from stages.engines.torch.parallel.tensor import cuts
         from stages.models import load_config
 
         with torch.device("meta"):

@@ -260,10 +260,11 @@ def held_bytes(recipe: Recipe, source: Placement) -> tuple[int, ...]:
 
 
 def train_layout(recipe: Recipe) -> Layout:
-    """The layout of ``train.dp`` and ``train.tp``."""
-    from stages.resharding.layout import Layout
+    """The layout of the ranks of ``train``, in layers."""
+    from stages.engines.strategies import Ranks
+    from stages.engines.torch.sharded import layout_of
 
-    return Layout(dp_shard=recipe.train.dp, tp=recipe.train.tp)
+    return layout_of(Ranks.of(0, recipe.train))
 
 
 def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
@@ -276,8 +277,8 @@ def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
 
 
 def beyond_engine(layout: Layout) -> list[str]:
-    """The parts of ``layout`` that the train engine, which shards by ``dp_shard`` and ``tp``, does not have."""
-    others = {name: getattr(layout, name) for name in ("pp", "dp_replicate", "ep", "etp")}
+    """The parts of ``layout`` that the train engine does not have."""
+    others = {name: getattr(layout, name) for name in ("pp", "ep", "etp")}
     return [f"{name}={size}" for name, size in others.items() if size not in (None, 1)]
 
 
@@ -296,14 +297,13 @@ def reshard_plan(
     does not fit the model."""
     import torch
 
-    from stages.engines.plans import Ranks
-    from stages.engines.torch.sharded import placement
+    from stages.engines.torch.sharded import placement, ranks_of
     from stages.resharding.layout import place
     from stages.resharding.plan import plan_reshard
 
     model, train = model or trained_state(recipe), train or train_layout(recipe)
     # A layout that the train engine has is placed as the engine does: what is outside the layers is cut over all ranks.
-    source = place(model, train) if beyond_engine(train) else placement(model, Ranks(0, train.dp_shard, train.tp))
+    source = place(model, train) if beyond_engine(train) else placement(model, ranks_of(train))
     target = place(
         model, rollout or rollout_layout(recipe, source.world), names=names, dtype=getattr(torch, recipe.model.dtype)
     )

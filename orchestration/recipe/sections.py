@@ -29,6 +29,7 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.registry import built_in
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
+from stages.engines.strategies import Strategies
 from stages.flow.catalogue import Truncated
 from stages.json_schema import key, only_where, schema_of, unit
 
@@ -260,7 +261,7 @@ class AlgorithmSection(Section):
         return schema
 
 
-class TrainSection(Section):
+class TrainSection(Strategies, Section):
     """The optimizer steps."""
 
     model_config = _no_options("train")
@@ -273,8 +274,6 @@ class TrainSection(Section):
     )
     options: dict[str, Any] = key({}, "Keyword arguments of the engine's factory. The built-in engines take none.")
     device: Device = key("auto", DEVICE_MEANING)
-    dp: Count = key(1, "Data-parallel ranks, which divide a step's rows and each layer's weights (FSDP2).")
-    tp: Count = key(1, "Tensor-parallel ranks, over which each replica's matrices are sharded.")
     precision: Literal["auto", "mixed", "model"] = key(
         "auto",
         "`mixed`: compute in `model.dtype`; master weights, gradient sums and optimizer state in float32. `model`: all "
@@ -302,11 +301,6 @@ class TrainSection(Section):
     )
     threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key({}, 'Latency model of `engine = "mock"`.')
-
-    @property
-    def ranks(self) -> int:
-        """Processes that train together."""
-        return self.dp * self.tp
 
 
 class CriticSection(Section):

@@ -25,9 +25,9 @@ from orchestration.recipe.sections import SyncSection
 from pipeline.node import announced
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
-from stages.engines.plans import Ranks
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
+from stages.engines.strategies import Ranks
 from stages.external_checks import Terms, fingerprint
 from stages.models import (
     Tokenizer,
@@ -138,7 +138,7 @@ def rollout_engine(
     with it (None: the recipe's model); ``shared``: a folder of its own in shared memory; ``secret``: of the run."""
     rollout = recipe.rollout
     if recipe.colocated:
-        return colocated_engine(recipe, Ranks(0, recipe.train.dp, recipe.train.tp), version=version, weights=weights)
+        return colocated_engine(recipe, Ranks.of(0, recipe.train), version=version, weights=weights)
     match rollout.engine:
         case "torch":
             return _torch_rollout(devices.select(rollout.device), recipe, version, weights)

@@ -15,28 +15,6 @@ from pipeline.loader.balance import balanced
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """``rank`` of ``dp · tp`` ranks. The tensor-parallel ranks of one replica are neighbours. The replica of a rank decides
-    which share of the batch it takes."""
-
-    rank: int
-    dp: int = 1
-    tp: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world:
-            raise ValueError(f"rank: {self.rank} of {self.world}; ranks are counted from 0")
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.tp
-
-    @property
-    def replica(self) -> int:
-        return self.rank // self.tp
-
-
-@dataclass(frozen=True)
 class GroupShape:
     """Sizes of one group in tokens: its prompt, and each of its responses (T >= 1)."""
 

@@ -29,8 +29,8 @@ from pipeline.index.client import Claim, Index
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
-from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
+from stages.engines.strategies import Ranks
 from stages.training.ranks import RankGroup, RankWorker, train_batch
 
 log = structlog.get_logger()

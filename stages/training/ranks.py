@@ -29,8 +29,9 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.interface import AGES
 from stages.algorithms.named import AlgorithmLike
-from stages.engines.plans import GroupShape, Ranks, deal
+from stages.engines.plans import GroupShape, deal
 from stages.engines.protocols import TrainEngine
+from stages.engines.strategies import Ranks
 from stages.flow.catalogue import AGE, STALENESS
 from stages.training.device_lease import DeviceLease
 from stages.weights.store import Published, Publisher, joined, probed

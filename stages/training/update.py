@@ -32,8 +32,8 @@ from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
-from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
+from stages.engines.strategies import Ranks
 from stages.sample_log import Recorder, Sample
 from stages.training.critic import CriticOrders
 from stages.training.device_lease import DeviceLease

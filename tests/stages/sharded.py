@@ -23,7 +23,8 @@ from benchmarks.families import model_of as family_model
 from orchestration.run import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO
-from stages.engines.plans import GroupShape, Ranks, deal
+from stages.engines.plans import GroupShape, deal
+from stages.engines.strategies import Ranks
 from stages.engines.torch import layers as torch_layers
 from stages.engines.torch import sharded as torch_sharded
 from stages.engines.torch.critic import ShardedCriticEngine, TorchCriticEngine
@@ -131,7 +132,7 @@ def one_step(ranks: Ranks, kind: str, how: str, normalization: str, options: dic
     again = engine.train_batch(batch, algorithm(normalization))
     state = engine.state_dict()
     shards = {name: tuple(value.to_local().shape) for name, value in state["exp_avg"].items()}
-    copies = {n: p.to_local().clone() for n, p in engine._sharded.items() if engine._copied(p)}
+    copies = {n: p.to_local().clone() for n, p in engine._sharded.items() if engine._meshes.copies(p) > 1}
     return {
         "metrics": metrics,
         "again": dict(again),

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.families import FAMILIES, config_of, write
-from stages.engines.torch.sharded import cuts
+from stages.engines.torch.parallel.tensor import cuts
 from stages.models import load_model
 from stages.weight_files import open_skeleton
 from tests.ranks import on_ranks

@@ -323,6 +323,14 @@ def _ranks_key(recipe: Recipe, side: str = "train") -> str:
     return f"{side}.dp" if getattr(recipe, side).dp > 1 else f"{side}.tp"
 
 
+@check("train.dp", "train.dp_replicate")
+def copies_divide(recipe: Recipe) -> Iterator[Problem]:
+    dp, copies = recipe.train.dp, recipe.train.dp_replicate
+    if dp % copies:
+        fits = ", ".join(str(size) for size in range(1, dp + 1) if dp % size == 0)
+        yield problem(recipe, "train.dp_replicate", f"does not divide train.dp = {dp}", f"use one of: {fits}")
+
+
 @check("train.tp", "critic.tp", "model.source")
 def heads_divide(recipe: Recipe) -> Iterator[Problem]:
     """Checks that tensor-parallel ranks can share the model's heads evenly."""

@@ -11,7 +11,7 @@ from orchestration.run.builders.job import Work
 from orchestration.run.builders.rollout import held_out_prompts, make_rollout
 from orchestration.run.builders.update import UpdateJob
 from orchestration.run.engines import colocated_engine, probe_rule
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 from stages.resharding.swap import empty
 from stages.training.colocated import Turn
 from stages.training.shared_device import SharedDevice
@@ -25,9 +25,7 @@ class ColocatedJob(UpdateJob):
 
     async def build(self) -> None:
         recipe = self.recipe
-        rollout = await asyncio.to_thread(
-            colocated_engine, recipe, Ranks(self.number, recipe.train.dp, recipe.train.tp)
-        )
+        rollout = await asyncio.to_thread(colocated_engine, recipe, Ranks.of(self.number, recipe.train))
         self.resources.push_async_callback(rollout.close)
         await rollout.sleep()
         plan = None

@@ -11,7 +11,7 @@ from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import critic_engine
 from stages.algorithms import NamedAlgorithm
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 from stages.inference.scores import Values
 from stages.training.critic import CriticOrders, CriticRank, CriticWorker
 from stages.training.ranks import RankGroup, RankWorker
@@ -28,7 +28,7 @@ class CriticJob(Job):
         training = algorithm.critic_algorithm()
         assert training is not None, "such a worker is started for algorithms with a critic alone"
         named = NamedAlgorithm(f"{algorithm.name}'s critic", training)
-        ranks = Ranks(self.number, recipe.critic.dp, recipe.critic.tp)
+        ranks = Ranks.of(self.number, recipe.critic)
         life = await self.index.get("ranks:update") or ""  # put there by the supervisor
         rank_group = RankGroup(self.index, ranks, f"critic:{life}")
         meeting = await self.meet(rank_group) if ranks.world > 1 else None

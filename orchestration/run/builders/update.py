@@ -25,7 +25,7 @@ from pipeline.controller import Controller
 from pipeline.events import CheckpointEvent
 from pipeline.spans import Spans
 from stages.algorithms.batch import trained_columns
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 from stages.sample_log import FOLDER, Recorder, SampleLog
 from stages.training import skipped
 from stages.training.critic import CriticOrders
@@ -80,7 +80,7 @@ class UpdateJob(Job):
     async def make_engine(self) -> None:
         """Make this rank's engine, with the newest checkpoint in it."""
         recipe = self.recipe
-        self.ranks = Ranks(self.number, recipe.train.dp, recipe.train.tp)
+        self.ranks = Ranks.of(self.number, recipe.train)
         life = await self.index.get(f"ranks:{self.kind}") or ""  # of a group, put there by the supervisor
         if recipe.trains_critic and not self.ranks.rank:
             self.critic = CriticOrders(self.index, life)

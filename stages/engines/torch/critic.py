@@ -76,5 +76,5 @@ class ShardedCriticEngine(TorchCriticEngine, ShardedTrainEngine):
         for at, row in zip(own, found.unbind(), strict=False):
             rows[at] = row
         values = torch.cat(rows).to(self.device)
-        dist.all_reduce(values, group=self._mesh.get_group("dp"))
+        dist.all_reduce(values, group=self._meshes.replicas.get_group())
         return torch.nested.nested_tensor(list(values.cpu().split(lengths)), layout=torch.jagged)

@@ -57,7 +57,7 @@ def _refusal(folder: Path, text: str, side: Side, tp: bool, context: int | None)
 
             TorchTrainEngine(model, learning_rate=1e-5, total_steps=1, device="cpu", context=context)
             if tp:
-                from stages.engines.torch.sharded import planned_cuts
+                from stages.engines.torch.parallel.tensor import planned_cuts
 
                 planned_cuts(model)
     except (ValueError, NotImplementedError) as error:

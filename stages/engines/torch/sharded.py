@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import os
-import re
 import secrets
 import socket
 from collections import deque
@@ -33,10 +32,9 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
 from pipeline.node import node_id
@@ -44,10 +42,12 @@ from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.adapters.export import ADAPTER, base_weights, save_adapter, write_merged
 from stages.adapters.options import AdapterOptions
-from stages.adapters.training import fill_adapters, is_adapted
-from stages.engines.plans import Ranks
+from stages.adapters.training import fill_adapters
+from stages.engines.strategies import Ranks
 from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.parallel.mesh import Meshes
+from stages.engines.torch.parallel.tensor import cut_matrices
 from stages.engines.torch.train import Result, TorchTrainEngine, take_over
 from stages.models import checkpoint_tensors, write_checkpoint
 from stages.resharding.layout import Layout, ModelState, Placement, place
@@ -56,16 +56,6 @@ from stages.weight_files import WeightFiles, materialize
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
 NAMES_BYTES = 8192  # of the metrics that one rank reports, as JSON
 FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
-
-# transformers' names of what happens to a module's weights over the tensor-parallel ranks.
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    # Between these two each rank computes the same: norms over all heads, or parts of a fused matrix.
-    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
-    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
-}
-SUMMED = "replicated_with_grad_allreduce"  # each rank has the whole weight, and sees the heads that it holds
 
 
 def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) -> None:
@@ -151,23 +141,20 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
         ranks, kind = self.ranks, self.device.type
-        self._mesh = init_device_mesh(kind, (ranks.dp, ranks.tp), mesh_dim_names=("dp", "tp"))
-        everyone = init_device_mesh(kind, (ranks.world,), mesh_dim_names=("all",))
-        for group in (self._mesh.get_group("dp"), self._mesh.get_group("tp"), everyone.get_group("all")):
-            prove(self._secret, self.device, group)
+        self._meshes = Meshes(ranks, kind, partial(prove, self._secret, self.device))
         self.checkpoint_group = dist.new_group(backend="gloo")  # of calls beside those of training
         prove(self._secret, torch.device("cpu"), self.checkpoint_group)
         master = getattr(torch, self._adapters.dtype) if self._adapters else self._dtype
         self._dtype = compute
         if self._adapters is not None and self._weights is None and ranks.rank == 0:  # no file has them
             self._base = {name: value.clone() for name, value in base_weights(self.model).items()}
-        if ranks.tp > 1:
-            _cut_matrices(self.model, self._mesh["tp"])
+        if self._meshes.tp is not None:
+            cut_matrices(self.model, self._meshes.tp)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
         for layer in _layers(self.model):
-            _shard(layer, self._mesh["dp"], policy, 1.0)
+            _shard(layer, self._meshes.layers, policy, 1.0)
         # The model's own parameters have the same gradient on all tp ranks of a replica.
-        _shard(self.model, everyone, policy, float(ranks.tp))
+        _shard(self.model, self._meshes.outside, policy, float(ranks.tp))
         if self._weights is not None:
             materialize(self.model, self.device)
             self._weights.fill(self.model)
@@ -212,33 +199,27 @@ class ShardedTrainEngine(TorchTrainEngine):
         """The tensors [n] of all replicas: [dp, n]."""
         values = values.to(self.device)
         replicas = [torch.empty_like(values) for _ in range(self.ranks.dp)]
-        dist.all_gather(replicas, values, group=self._mesh.get_group("dp"))
+        dist.all_gather(replicas, values, group=self._meshes.replicas.get_group())
         return torch.stack(replicas).cpu()
 
     def _clip(self) -> float:
-        once: list[torch.Tensor] = []
-        copied: list[torch.Tensor] = []
+        by_copies: dict[int, list[torch.Tensor]] = {}
         for name, parameter in self._sharded.items():
             if parameter.grad is not None:
                 self._trained[name].grad = gradient = parameter.grad.to_local()  # type: ignore[attr-defined]
-                (copied if self._copied(parameter) else once).append(gradient)
+                by_copies.setdefault(self._meshes.copies(parameter), []).append(gradient)
         heads = []  # of values: whole on every rank, which has added up the gradient of its own rows
         for head in self._value_head.values():
             head.grad = torch.zeros_like(head) if head.grad is None else head.grad
-            dist.all_reduce(head.grad, group=self._mesh.get_group("dp"))
+            dist.all_reduce(head.grad, group=self._meshes.replicas.get_group())
             heads.append(head.grad)
-        squares = (nn.utils.get_total_norm(once) if once else torch.zeros((), device=self.device)).float().square()
-        if copied:
-            squares = squares + nn.utils.get_total_norm(copied).float().square() / self.ranks.tp
         if heads:
-            squares = squares + nn.utils.get_total_norm(heads).float().square() / self.ranks.world
+            by_copies.setdefault(self.ranks.world, []).extend(heads)
+        squares = torch.zeros((), device=self.device)
+        for copies, gradients in by_copies.items():
+            squares += nn.utils.get_total_norm(gradients).float().square() / copies
         dist.all_reduce(squares)
         return bound_gradients(self._trained.values(), self._grad_clip, squares.sqrt())
-
-    def _copied(self, parameter: DTensor) -> bool:
-        """Whether the tp ranks of a replica have the same shard of ``parameter``: norms, and biases after a sum."""
-        names = parameter.device_mesh.mesh_dim_names
-        return names == ("dp",) or (names == ("dp", "tp") and parameter.placements[1].is_replicate())
 
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
@@ -305,10 +286,21 @@ def fused(model: ModelState) -> str:
     return next(layers, "")
 
 
+def layout_of(ranks: Ranks) -> Layout:
+    """Returns where the weights of layers are. Context-parallel ranks are further shards of them."""
+    return Layout(ranks.dp_replicate, ranks.dp // ranks.dp_replicate * ranks.cp, ranks.tp)
+
+
+def ranks_of(layout: Layout) -> Ranks:
+    """Returns the ranks of which :func:`layout_of` is ``layout``."""
+    return Ranks(0, layout.dp_replicate * layout.dp_shard, layout.tp, layout.dp_replicate)
+
+
 def placement(model: ModelState, ranks: Ranks) -> Placement:
     """Returns what each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers are split over tp and then over dp,
     the other parameters over all ranks. With tp, not of a tensor that :func:`fused` names."""
-    layers, rest = place(model, Layout(dp_shard=ranks.dp, tp=ranks.tp)), place(model, Layout(dp_shard=ranks.world))
+    layout = layout_of(ranks)
+    layers, rest = place(model, layout), place(model, Layout(layout.dp_replicate, layout.dp_shard * layout.tp))
     within = {t.name for t in model.tensors if model.by_name[t.parts[0]].layer is not None}
     return Placement(
         layers.layout,
@@ -336,80 +328,7 @@ def _whole(parameter: torch.Tensor) -> torch.Tensor:
     too."""
     if not isinstance(parameter, DTensor):
         return parameter
-    if parameter.device_mesh.ndim > 1:
-        parameter = parameter.redistribute(placements=[Replicate(), *parameter.placements[1:]])
+    placements = parameter.placements
+    for dim in range(1, len(placements)):
+        parameter = parameter.redistribute(placements=[*[Replicate()] * dim, *placements[dim:]])
     return parameter.full_tensor()
-
-
-# --- tensor parallelism ----------------------------------------------------------------------------------------------
-
-
-def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
-    """Returns the modules that ``tp`` ranks split and how, from the model's tensor-parallel plan in transformers. Embeddings
-    and head stay whole. Raises ValueError for a plan that this engine does not support."""
-    config, kind = model.config.get_text_config(), type(model).__name__
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := getattr(config, name, 0)) % tp:
-            raise ValueError(f"tp: {kind} has {name} = {heads}, which {tp} ranks cannot share evenly")
-    return planned_cuts(model)
-
-
-def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
-    """:func:`cuts` for any number of ranks: the numbers of heads are not looked at."""
-    config, kind = model.config.get_text_config(), type(model).__name__
-    plan = config.base_model_tp_plan
-    if not plan:
-        raise ValueError(f"tp: {kind} comes without a tensor-parallel plan; use tp = 1")
-    found = [
-        (name, module, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)))  # the plan has * for a layer's number
-        for name, module in model.base_model.named_modules()
-    ]
-    for name, _, style in found:
-        if style not in (None, SUMMED, *STYLES):
-            known = ", ".join([*STYLES, SUMMED])
-            raise ValueError(f"tp: {kind} wants {name} {style!r}; this engine knows {known}; use tp = 1")
-    return [(module, style) for _, module, style in found if style is not None]
-
-
-def _cut_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    for module, style in cuts(model, mesh.size()):
-        if style == SUMMED:
-            _sum_gradients(module, mesh.get_group())
-            continue
-        parts: list[Any] = [module]
-        if is_adapted(module):  # the matrix with the side that is cut; the other one is on every rank
-            side: Any = module.lora_A if style.startswith("row") else module.lora_B
-            parts = [module.base_layer, side["default"]]
-        for part in parts:
-            parallelize_module(part, mesh, STYLES[style](), src_data_rank=None)  # every rank has the whole weight
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        summed = gradients[0].contiguous().clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
-
-
-def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of ``module``'s own weights over ``group`` in every backward, before they are accumulated. Each rank
-    has the same weight and other inputs, as norms of queries and keys have: its own heads."""
-    forward = module.forward
-
-    def summing(*args: Any, **kwargs: Any) -> Any:
-        weights = dict(module._parameters)
-        try:
-            for name, weight in weights.items():
-                if weight is not None:
-                    module._parameters[name] = _SumGradient.apply(weight, group)
-            return forward(*args, **kwargs)
-        finally:
-            module._parameters.update(weights)
-
-    module.forward = summing  # type: ignore[method-assign]

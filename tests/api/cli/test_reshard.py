@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from api.cli import main as cli
 from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import reshard_plan, turns
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import placement
 from stages.models import load_config
 from stages.resharding.layout import Layout, model_state, place

@@ -18,7 +18,7 @@ from orchestration.run.engines import tokenizer_of
 from orchestration.run.run import Run
 from orchestration.run.storage import store as stores
 from orchestration.run.storage.store import CheckpointStore, StoreRefused
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained

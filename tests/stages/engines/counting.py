@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from orchestration.recipe.schema import Recipe
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 
 
 class CountingTrainEngine(MockTrainEngine):

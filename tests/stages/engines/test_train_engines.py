@@ -11,8 +11,8 @@ import torch.distributed as dist
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
-from stages.engines.plans import Ranks
 from stages.engines.protocols import TrainEngine
+from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine, join
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch

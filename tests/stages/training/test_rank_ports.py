@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import prove
 from tests.ranks import on_ranks
 

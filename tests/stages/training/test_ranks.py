@@ -17,7 +17,7 @@ from pipeline.index.client import Claim, Index, IndexRefused
 from pipeline.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.plans import Ranks
+from stages.engines.strategies import Ranks
 from stages.flow.catalogue import catalogue
 from stages.flow.resolver import resolve
 from stages.training.ranks import RankGroup, RankWorker

@@ -1,0 +1,89 @@
+"""Parallel strategies of a train engine: how many ranks divide its work, and along what.
+
+    rank = ((stage · dp + replica) · cp + part of the sequences) · tp + part of the matrices
+
+Pipeline stages are outermost and tensor-parallel ranks neighbours. The data-parallel ranks are ``dp_replicate`` copies of
+``dp / dp_replicate`` shards. Experts are dealt over the ranks of a stage in an order of their own: see
+:mod:`stages.resharding.layout`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from stages.json_schema import key, unit
+
+Count = Annotated[int, Field(ge=1), unit("ranks")]
+
+
+class Strategies(BaseModel):
+    """Keys of a section whose engine may have several ranks."""
+
+    dp: Count = key(1, "Data-parallel ranks, which divide a step's rows and each layer's weights (FSDP2).")
+    dp_replicate: Count = key(
+        1,
+        "Of them, so many hold the same weights (HSDP): weights are sharded over the other `dp / dp_replicate` alone.",
+    )
+    tp: Count = key(1, "Tensor-parallel ranks, over which each replica's matrices are sharded.")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return prod(getattr(self, name, 1) for name in ("dp", "tp", "pp", "cp"))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """``rank`` of those of a train engine. Ranks of one replica take the same rows of the batch. ``cp`` ranks divide each
+    row's tokens, ``pp`` stages the layers, each in ``vpp`` parts, and ``ep`` ranks the experts.
+
+    >>> ranks = Ranks(5, dp=2, tp=2, pp=2)
+    >>> ranks.world, ranks.stage, ranks.replica
+    (8, 1, 0)
+    """
+
+    rank: int
+    dp: int = 1
+    tp: int = 1
+    dp_replicate: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"rank: {self.rank} of {self.world}; ranks are counted from 0")
+        if self.dp % self.dp_replicate:
+            raise ValueError(f"dp_replicate: {self.dp_replicate} does not divide dp = {self.dp}; use a divisor of it")
+
+    @classmethod
+    def of(cls, rank: int, chosen: Any) -> Ranks:
+        """Rank ``rank`` of the ranks that a section has chosen."""
+        return cls(rank, **{name: getattr(chosen, name) for name in STRATEGIES if hasattr(chosen, name)})
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.of_stage
+
+    @property
+    def of_stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage of this rank."""
+        return self.rank // self.of_stage
+
+    @property
+    def replica(self) -> int:
+        """The share of the batch that this rank takes, of ``dp``."""
+        return self.rank // (self.cp * self.tp) % self.dp
+
+
+STRATEGIES = ("dp", "tp", "dp_replicate", "pp", "vpp", "cp", "ep")

@@ -1,0 +1,50 @@
+"""The process groups of a train engine's ranks, one device mesh for each use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from stages.engines.strategies import Ranks
+
+
+class Meshes:
+    """Meshes of ``ranks``, whose neighbours in a mesh are a process group. Every rank makes them together; ``checked`` is
+    called with each group.
+
+    ``layers``: the ranks that divide a layer's weights, ``("dp",)``, or with copies ``("dp_replicate", "dp")``; here
+    context-parallel ranks count as data-parallel ones. ``outside``: those that divide the stage's other weights, with
+    tensor-parallel ranks among them. ``tp``: None for one rank. ``replicas``: one rank of each share of the batch, with
+    this rank's part of them.
+    """
+
+    def __init__(self, ranks: Ranks, kind: str, checked: Callable[[dist.ProcessGroup], None]) -> None:
+        self.ranks, copies = ranks, ranks.dp_replicate
+        shards = ranks.dp // copies * ranks.cp
+        self._kind, self._checked = kind, checked
+        data = ("dp_replicate", "dp") if copies > 1 else ("dp",)
+        layers = self._mesh(pp=ranks.pp, dp_replicate=copies, dp=shards, tp=ranks.tp)
+        self.layers, self.tp = layers[data], layers["tp"] if ranks.tp > 1 else None
+        self.outside = self._mesh(pp=ranks.pp, dp_replicate=copies, dp=shards * ranks.tp)[data]
+        inner = ranks.cp * ranks.tp
+        self.replicas = (
+            self._mesh(pp=ranks.pp, dp=ranks.dp, inner=inner)["dp"] if ranks.cp * copies > 1 else layers["dp"]
+        )
+
+    def _mesh(self, **sizes: int) -> DeviceMesh:
+        """A mesh over all ranks, with dimensions of one rank left out but for ``dp``."""
+        kept = {name: size for name, size in sizes.items() if size > 1 or name in ("dp", "tp")}
+        mesh = init_device_mesh(self._kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        for group in mesh.get_all_groups():
+            self._checked(group)
+        return mesh
+
+    def copies(self, parameter: DTensor) -> int:
+        """How many ranks hold the same shard of ``parameter`` and get the same gradient."""
+        mesh, distinct = parameter.device_mesh, 1
+        for size, placement in zip(mesh.shape, parameter.placements, strict=True):
+            distinct *= 1 if placement.is_replicate() else size
+        return self.ranks.of_stage // distinct
