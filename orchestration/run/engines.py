@@ -18,7 +18,7 @@ import torch
 
 from orchestration.guard.rules import PROBE
 from orchestration.recipe.flow import algorithm_of
-from orchestration.recipe.model_files import end_tokens
+from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
 from orchestration.recipe.planner import longest_row, longrope_change
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import SyncSection
@@ -78,7 +78,7 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
     source, ends = recipe.model.source, set(recipe.rollout.stop_token_ids)
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))
-    if source not in ("tiny", "mock"):
+    if source not in PLAIN_MODELS:
         ends |= end_tokens(model_folder(source))
     return SamplingParams(
         **recipe.rollout.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"}),
@@ -224,7 +224,7 @@ def _vllm_rollout(
     first = _first_adapters(recipe, weights)
     weights = _base(recipe, weights)
     folder = weights or shared / "model"
-    if weights is None and recipe.model.source != "tiny":
+    if weights is None and recipe.model.source not in PLAIN_MODELS:
         folder = model_folder(recipe.model.source)
     elif weights is None:  # made from the seed: write a folder that vLLM can read
         model, tokenizer = _model(recipe, None)

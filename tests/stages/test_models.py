@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from orchestration.recipe.planner import CONFIGS, parameters_of_source
 from stages import models
 from stages.models import TINY_CHARACTERS, ModelNotFound, load_model, load_tokenizer
 
@@ -20,6 +21,14 @@ def test_tiny_is_made_from_its_seed_and_leaves_the_global_rng_alone() -> None:
     assert not torch.equal(one.get_input_embeddings().weight, other.get_input_embeddings().weight)
     assert one.config.vocab_size == len(tokenizer)
     assert one.config.num_key_value_heads < one.config.num_attention_heads
+
+
+def test_tiny_moe_has_experts_and_the_tokenizer_of_tiny() -> None:
+    model, tokenizer = load_model("tiny-moe", dtype=torch.float32, seed=1)
+    assert tuple(model.model.layers[1].mlp.experts.down_proj.shape) == (8, 64, 64)
+    assert tokenizer.get_vocab() == load_tokenizer("tiny").get_vocab()
+    assert sum(weight.numel() for weight in model.parameters()) == parameters_of_source("tiny-moe")
+    assert {name: getattr(model.config, name) for name in CONFIGS["tiny-moe"]} == CONFIGS["tiny-moe"]
 
 
 def test_tiny_comes_in_the_dtype_asked_for() -> None:
