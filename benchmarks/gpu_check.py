@@ -51,6 +51,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from benchmarks import colocated
@@ -106,6 +108,9 @@ def tiny_models() -> dict[str, Callable[[], PreTrainedModel]]:
     return {
         "Llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
         "Qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=16)),
+        "Qwen3 MoE": lambda: Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**TINY, head_dim=16, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2)
+        ),
     }
 
 
@@ -199,6 +204,27 @@ def update_numerics(name: str, build: Callable[[], PreTrainedModel], device: tor
         Figure(f"{name} update, {what}", abs(there - here) / abs(here), "relative gap", limit=UPDATE_LIMIT, timed=False)
         for what, here, there in zip(("loss", "gradient norm"), *results, strict=True)
     ]
+
+
+def fused_numerics(device: torch.device) -> list[Figure]:
+    """Each fused function of the device against plain arithmetic in float64 on the CPU: outputs and gradients."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-5) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
+
+    plain = {"rms_norm": norm, "swiglu": lambda gate, up: torch.nn.functional.silu(gate) * up}
+    figures = []
+    for name, function in devices.fused_layers(device).items():
+        first, second = torch.randn(64, 256), torch.randn(256) if name == "rms_norm" else torch.randn(64, 256)
+        results = []
+        for where, dtype, compute in (("cpu", torch.float64, plain[name]), (device, torch.float32, function)):
+            given = [value.to(where, dtype).requires_grad_() for value in (first, second)]
+            out = compute(*given, 1e-5) if name == "rms_norm" else compute(*given)
+            out.square().sum().backward()
+            results.append([value.detach().cpu().double() for value in (out, *(each.grad for each in given))])
+        gap = max(float((a - b).norm() / a.norm()) for a, b in zip(*results, strict=True))
+        figures.append(Figure(f"fused {name}", gap, "relative gap", limit=1e-5, timed=False))
+    return figures
 
 
 def replayed(
@@ -404,7 +430,7 @@ def update_speed(
 
 
 async def check(device: torch.device, smoke: bool, repeat: int) -> list[Figure]:
-    figures: list[Figure] = []
+    figures = fused_numerics(device)
     for name, build in tiny_models().items():
         figures += await rollout_numerics(name, build, device)
         figures += update_numerics(name, build, device)

@@ -103,6 +103,28 @@ def has_flash_attention(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def fused_layers(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
+    """Fused functions with gradients that are installed for the device: ``rms_norm(x, weight, epsilon)`` and ``swiglu(gate,
+    up)``. Liger Kernel's (extra ``kernels``) go before the device's own; none for a CPU. Liger's and torch_npu's have not
+    been run by this project."""
+    if device.type not in ("cuda", "npu"):
+        return {}
+    found: dict[str, Callable[..., torch.Tensor]]
+    if device.type == "npu":
+        npu = importlib.import_module("torch_npu")
+        found = {"rms_norm": lambda x, weight, epsilon: npu.npu_rms_norm(x, weight, epsilon)[0]}
+        found["swiglu"] = lambda gate, up: npu.npu_swiglu(torch.cat([gate, up], -1))
+    else:
+        found = {"rms_norm": lambda x, weight, epsilon: torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)}
+    try:
+        norm = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+        swiglu = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
+    except ImportError:
+        return found
+    found["rms_norm"] = lambda x, weight, epsilon: norm.apply(x, weight, epsilon, 0.0, "llama", False)
+    return found | {"swiglu": swiglu.apply}
+
+
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
     """Inside, ``device`` computes the same bits from the same inputs each time. The CPU does so always. On an accelerator

@@ -299,6 +299,9 @@ class TrainSection(Strategies, Section):
     activation_checkpointing: bool = key(
         False, "Compute activations again in the backward pass instead of keeping them."
     )
+    kernels: Literal["auto", "plain"] = key(
+        "auto", "`plain`: no fused or faster functions of the device, to compare with."
+    )
     threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key({}, 'Latency model of `engine = "mock"`.')
 

@@ -340,7 +340,7 @@ def _of_ranks(recipe: Recipe, dtype: str, ranks: Ranks, meeting: Store | None) -
 def _train_options(recipe: Recipe) -> dict[str, Any]:
     optimizer = ("learning_rate", "schedule", "warmup_steps", "weight_decay", "betas", "grad_clip")
     return {
-        **recipe.train.model_dump(include={*optimizer, "token_budget", "activation_checkpointing"}),
+        **recipe.train.model_dump(include={*optimizer, "token_budget", "activation_checkpointing", "kernels"}),
         "total_steps": recipe.train.steps,
         "temperature": recipe.rollout.temperature,
         "threads": threads_of(recipe, recipe.train.threads),

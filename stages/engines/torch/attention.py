@@ -27,18 +27,19 @@ Parts = tuple[torch.Tensor, ...]
 @dataclass(frozen=True)
 class Scores:
     """How a layer makes attention weights from queries and keys: products times ``scaling``, then ``softcap`` ·
-    tanh(score / ``softcap``), of the last ``window`` keys (the query's own is one of them)."""
+    tanh(score / ``softcap``), of the last ``window`` keys (the query's own is one of them). ``fused``: by fused kernels."""
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    fused: bool = True
 
     @classmethod
-    def of(cls, query: torch.Tensor, options: Mapping[str, Any]) -> Scores:
+    def of(cls, query: torch.Tensor, options: Mapping[str, Any], fused: bool = True) -> Scores:
         """From the arguments of a transformers attention function."""
         scaling = options.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return cls(scaling, options.get("sliding_window"), options.get("softcap"))
+        return cls(scaling, options.get("sliding_window"), options.get("softcap"), fused)
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def _fused(
 ) -> tuple[tuple[Callable[..., Parts], ...] | None, bool]:
     """Forward and backward of the device's fused kernel, or None where it cannot compute ``scores`` or is slower; and
     whether it computes chunks with hidden keys too."""
-    if scores.softcap is not None or q.shape[-1] != v.shape[-1]:
+    if not scores.fused or scores.softcap is not None or q.shape[-1] != v.shape[-1]:
         return None, False
     if q.device.type == "cpu" and (k.shape[2] > FEW_KEYS or wide(q) == torch.float32):
         sees = scores.window is None or int(at.max()) < k.shape[2]  # each query sees a key, at least its own

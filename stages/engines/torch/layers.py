@@ -1,14 +1,15 @@
-"""Layers of a model that is trained in float32 on a CPU, computed faster than its modules do it.
+"""Layers of a model that is trained, computed faster than its modules do it. In float32 on a CPU:
 
 Linear layers: torch multiplies matrices by MKL, which uses 256-bit instructions on processors of other makers than Intel;
 oneDNN asks the processor what it has. RMS norms: fewer passes over memory. Embeddings that are the output layer too: the
-gradient of the words that were fed, added to that of the output layer. On other devices, in other dtypes and for DTensors
-(matrices of tensor-parallel ranks) modules compute as before. Layers with an adapter: both in one function, which has
-gradients of the adapter alone.
+gradient of the words that were fed, added to that of the output layer. Layers with an adapter: both in one function, which
+has gradients of the adapter alone. In other dtypes, and for DTensors (matrices of tensor-parallel ranks), modules compute as
+before. On accelerators: RMS norms and SwiGLU by the fused functions that are installed (:func:`stages.device.fused_layers`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,8 +42,19 @@ def use_fast_norms(model: Any) -> None:
     """Compute by :func:`rms_norm` the modules of ``model`` that return the same. Weights may be on the device meta; they are
     no DTensors yet: ranks cut the model afterwards, and gather a norm's weight before its forward."""
     for module in model.modules():
-        if _is_rms_norm(module):
+        if torch.backends.mkldnn.is_available() and _is_rms_norm(module) and module.weight.dtype == torch.float32:
             module.forward = partial(_norm_of, module, module.forward)
+
+
+@torch.no_grad()
+def use_fused_layers(model: Any, fused: Mapping[str, Callable[..., torch.Tensor]]) -> None:
+    """Compute by the functions ``fused`` (:func:`stages.device.fused_layers`) the modules of ``model`` that return the same,
+    up to rounding."""
+    for module in model.modules():
+        if "rms_norm" in fused and _is_rms_norm(module):
+            module.forward = partial(_fused_norm, module, fused["rms_norm"])
+        elif "swiglu" in fused and _is_swiglu(module):
+            module.forward = partial(_fused_mlp, module, fused["swiglu"])
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -81,14 +93,42 @@ def _norm_of(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
     return rms_norm(x, module.weight, module.variance_epsilon) if known else plain(x)
 
 
+def _fused_norm(module: Any, fused: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    x = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+    return fused(x, module.weight, module.variance_epsilon)
+
+
+def _fused_mlp(module: Any, fused: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return module.down_proj(fused(module.gate_proj(x), module.up_proj(x)))  # type: ignore[no-any-return]
+
+
+def _is_swiglu(module: Any) -> bool:
+    """Whether ``module`` is a gated MLP of three linear layers with SiLU, as its code multiplies them."""
+    children = dict(module.named_children())
+    activation = children.pop("act_fn", None)
+    if children.keys() != {"gate_proj", "up_proj", "down_proj"} or activation is None:
+        return False
+    kind: Any = type(module)
+    small = kind.__new__(kind)
+    nn.Module.__init__(small)
+    for name in children:
+        small.add_module(name, nn.Linear(2, 2, bias=False, device="cpu"))
+        nn.init.uniform_(small.get_submodule(name).weight, 0.5, 1.5)  # type: ignore[arg-type]
+    small.act_fn = activation
+    probe = torch.tensor([[-1.0, 2.0]])
+    try:
+        plain = small(probe)
+    except AttributeError:  # it needs more than these
+        return False
+    return torch.allclose(plain, _fused_mlp(small, lambda gate, up: nn.functional.silu(gate) * up, probe))
+
+
 def _is_rms_norm(module: Any) -> bool:
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or module.weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
         return False
     probe = torch.linspace(-2, 3, 3 * len(module.weight)).sin().view(3, -1)
     weight = torch.linspace(0.5, 2, len(module.weight))
-    if not _in_float32_on_cpu(probe, weight) or module.weight.dtype != torch.float32:
-        return False
     plain = functional_call(module, {"weight": weight}, (probe,))
     return torch.allclose(plain, rms_norm(probe, weight, module.variance_epsilon), rtol=1e-5, atol=1e-6)
 

@@ -87,9 +87,10 @@ class PackedBatch:
 @dataclass
 class Feeding:
     """What a model is fed: its attention reads it, in the forward and where that is computed again for the backward.
-    ``limit``: tokens of a sequence at most."""
+    ``limit``: tokens of a sequence at most; ``fused``: by the device's fused attention where it has one."""
 
     limit: int
+    fused: bool = True
     packed: PackedBatch | None = None
 
     def feed(self, packed: PackedBatch) -> None:
@@ -154,7 +155,8 @@ def shared_prompt_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention function for transformers over the micro-batch of a :class:`Feeding`: ``query`` [1, H, S, D], ``key`` [1, KV
     heads, S, D], ``value`` [1, KV heads, S, E]. ``s_aux`` [H]: attention sinks. Returns [1, S, H, E]."""
-    packed, scores, sinks = state_of(module).packed, Scores.of(query, options), options.get("s_aux")
+    feeding, sinks = state_of(module), options.get("s_aux")
+    packed, scores = feeding.packed, Scores.of(query, options, feeding.fused)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, heads, D]
     out: torch.Tensor = _SharedPromptAttention.apply(q, k, v, sinks, packed, scores)  # type: ignore[no-untyped-call]
     return out[None], None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -32,7 +32,7 @@ from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import PROBE, check_logits, fix_rope, replace_attention
 from stages.engines.torch.head import logit_scale, values_of
 from stages.engines.torch.head import value_head as value_head_of
-from stages.engines.torch.layers import use_fast_layers, use_fast_norms
+from stages.engines.torch.layers import use_fast_layers, use_fast_norms, use_fused_layers
 from stages.engines.torch.optimizer import (
     Schedule,
     adamw,
@@ -48,6 +48,7 @@ from stages.flow.declarations import BASE, IN_TRAINING
 from stages.resharding.swap import local_part, local_weights, training_state
 
 Result = TypeVar("Result")
+Kernels = Literal["auto", "plain"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,7 @@ class TorchTrainEngine:
     one device a step is deterministic bit for bit, given the batch and the number of threads, whatever the order of the
     batch's rows. The engine draws no random numbers.
 
+    ``kernels``: "plain" leaves norms and linear layers as the model has them, without faster functions of the device.
     ``compute``: dtype of the arithmetic and of :meth:`weights` (default: the model's). A lower one than the model's is mixed
     precision: ``model`` becomes a copy in it, renewed after each step; the weights that it had are the master weights, in
     whose dtype gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
@@ -116,6 +118,7 @@ class TorchTrainEngine:
         token_budget: int | None = None,
         temperature: float = 1.0,
         activation_checkpointing: bool = False,
+        kernels: Kernels = "auto",
         compute: torch.dtype | None = None,
         value_head: bool = False,
         adapters: AdapterOptions | None = None,
@@ -133,11 +136,12 @@ class TorchTrainEngine:
         self._schedule: dict[str, Any] = {"peak": learning_rate, "total_steps": total_steps}
         self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
         self._grad_clip, self._token_budget, self._threads = grad_clip, token_budget, threads
-        self._feeding = Feeding(fix_rope(model, context))
+        self._feeding = Feeding(fix_rope(model, context), fused=kernels == "auto")
         self._divisor, self._softcap = logit_scale(model.config)
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
         _prepare(model, activation_checkpointing)
-        if self.device.type == "cpu":
+        self._kernels = kernels
+        if self.device.type == "cpu" and kernels == "auto":
             use_fast_norms(model)
         self._dtype = model.dtype  # of the arithmetic
         self._adapters = adapters
@@ -427,7 +431,9 @@ def take_over(engine: TorchTrainEngine) -> None:
         )
     expected = torch.cat([plain[0, 7:-1], plain[0, 7:14]]).float()
     replace_attention(engine.model, ATTENTION, shared_prompt_attention, engine._feeding)
-    use_fast_layers(engine.model, engine.device)
+    if engine._kernels == "auto":
+        use_fast_layers(engine.model, engine.device)
+        use_fused_layers(engine.model, devices.fused_layers(engine.device))
     packed = pack([probe[:8]], [[probe[8:], probe[8:15]]], engine.device)
 
     def logits() -> torch.Tensor:

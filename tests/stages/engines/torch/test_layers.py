@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from stages.engines.torch.layers import linear, product, rms_norm, use_fast_layers, use_fast_norms
+from stages import device as devices
+from stages.engines.torch.layers import linear, product, rms_norm, use_fast_layers, use_fast_norms, use_fused_layers
+from stages.engines.torch.train import TorchTrainEngine
+from tests.batches import make_batch
+from tests.stages.sharded import OPTIONS, algorithm, gradients_of_step, model_of
 
 CPU = torch.device("cpu")
 
@@ -105,6 +111,59 @@ def test_modules_are_replaced_where_they_compute_the_same() -> None:
         torch.testing.assert_close(one(x), two(x))
     half = x.bfloat16()
     assert torch.equal(norm(half), plain[0](half)), "another dtype is left to the module"
+
+
+def test_fused_functions_replace_norms_and_mlps_that_compute_the_same() -> None:
+    torch.manual_seed(0)
+    used: list[str] = []
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        used.append("rms_norm")
+        return nn.functional.rms_norm(x, weight.shape, weight, epsilon)
+
+    def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        used.append("swiglu")
+        return nn.functional.silu(gate) * up
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=50, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2, head_dim=12
+    )
+    for config, expected in (
+        (LlamaConfig(**sizes), ["rms_norm", "rms_norm", "swiglu", "rms_norm"]),
+        (GemmaConfig(**sizes, num_key_value_heads=2), []),
+    ):
+        plain = AutoModelForCausalLM.from_config(config).bfloat16()
+        fused = copy.deepcopy(plain)
+        used.clear()
+        use_fused_layers(fused, {"rms_norm": norm, "swiglu": swiglu})
+        ids = torch.arange(20)[None]
+        one, two = (model(input_ids=ids).logits.float() for model in (plain, fused))
+        assert used == expected
+        torch.testing.assert_close(two, one, rtol=0.05, atol=0.02)
+        for model, out in ((plain, one), (fused, two)):
+            out.square().mean().backward()
+            assert all(p.grad is not None for p in model.parameters())
+        for (name, a), b in zip(plain.named_parameters(), fused.parameters(), strict=True):
+            gap = (a.grad.float() - b.grad.float()).norm() / a.grad.float().norm()
+            assert gap < 0.05, f"{name}: {gap}"
+
+
+def test_plain_kernels_compute_the_same_without_faster_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = []
+    for kernels in ("auto", "plain"):
+        if kernels == "plain":
+            for name in ("linear", "rms_norm"):
+                monkeypatch.setattr(f"stages.engines.torch.layers.{name}", None)
+            for name in ("_cpu", "_cpu_backward"):
+                monkeypatch.setattr(f"stages.engines.torch.attention.{name}", None)
+        engine = TorchTrainEngine(model_of("llama"), kernels=kernels, **OPTIONS)
+        gradients.append(gradients_of_step(engine, make_batch(), algorithm())[0])
+    for name, gradient in gradients[0].items():
+        assert (gradients[1][name] - gradient).norm() / gradient.norm() < 1e-5, name
+
+
+def test_a_cpu_has_no_fused_layers_of_a_device() -> None:
+    assert devices.fused_layers(torch.device("cpu")) == {}
 
 
 @pytest.mark.parametrize("tied", [True, False])
