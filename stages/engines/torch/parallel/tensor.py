@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
@@ -56,7 +56,10 @@ def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
 
 
 def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    for module, style in cuts(model, mesh.size()):
+    """Split the matrices of ``model``'s layers over the ranks of ``mesh``."""
+    planned = cuts(model, mesh.size())
+    _share_inputs(model, {module for module, style in planned if style.startswith("colwise")}, mesh)
+    for module, style in planned:
         if style == SUMMED:
             _sum_gradients(module, mesh.get_group())
             continue
@@ -66,6 +69,24 @@ def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             parts = [module.base_layer, side["default"]]
         for part in parts:
             parallelize_module(part, mesh, STYLES[style](), src_data_rank=None)  # every rank has the whole weight
+
+
+def _share_inputs(model: PreTrainedModel, columns: set[nn.Module], mesh: DeviceMesh) -> None:
+    """Make one DTensor of the input of several modules that are split by columns, such as queries, keys and values: their
+    gradients to it are summed over the ranks once, not each by itself."""
+
+    def replicated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]), kwargs
+        if (given := kwargs.get("hidden_states")) is not None:
+            kwargs = {**kwargs, "hidden_states": DTensor.from_local(given, mesh, [Replicate()], run_check=False)}
+        return args, kwargs
+
+    for block in model.modules():
+        linear = [child for child in block.children() if isinstance(child, nn.Linear)]
+        among = [child for child in linear if child in columns]
+        if len(among) > 1 and len(linear) - len(among) == 1:  # the other one computes the block's output
+            block.register_forward_pre_hook(replicated, with_kwargs=True)
 
 
 class _SumGradient(torch.autograd.Function):

@@ -1,0 +1,16 @@
+"""Bytes that ranks send in a step, counted, against the formula."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import parallel
+
+
+def test_formulas_give_the_bytes_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "PRODUCTS", [p for p in parallel.PRODUCTS if p.get("dp_replicate") or p.get("tp")])
+    found = parallel.measure([4], 64)
+    assert len(found) >= 3
+    for cell in found:
+        assert cell["counted"] == pytest.approx(sum(cell["formula"].values()), rel=0.02), cell["product"]
+        assert min(cell["formula"].values()) > 1e5
