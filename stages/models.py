@@ -62,8 +62,8 @@ class ModelNotFound(FileNotFoundError):
 def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTrainedModel, Tokenizer]:
     """Load the model ``source`` with weights of ``dtype`` on the CPU, in eval mode, and its tokenizer.
 
-    ``seed`` makes the weights of ``MADE_FROM_SEED``; other sources ignore it. torch's global random generator is not changed. Raises
-    :class:`ModelNotFound`.
+    ``seed`` makes the weights of ``MADE_FROM_SEED``; other sources ignore it. torch's global random generator is not
+    changed. Raises :class:`ModelNotFound`.
     """
     if source in MADE_FROM_SEED:
         return tiny_model(seed, dtype, source).eval(), tiny_tokenizer()
@@ -79,8 +79,8 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
 
 def model_skeleton(source: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
     """Returns the model ``source`` without weights, and the files that they can be read from one at a time. Returns None for
-    one that :func:`load_model` alone can make: those from a seed, and what :func:`stages.weight_files.open_skeleton` does not open.
-    Raises :class:`ModelNotFound`."""
+    one that :func:`load_model` alone can make: those of ``MADE_FROM_SEED``, and what
+    :func:`stages.weight_files.open_skeleton` does not open. Raises :class:`ModelNotFound`."""
     transformers.utils.logging.disable_progress_bar()  # it would break the run's own display
     return None if source in MADE_FROM_SEED else open_skeleton(model_folder(source), dtype)
 
@@ -167,7 +167,8 @@ def is_ready(source: str) -> bool:
 
 
 def model_folder(source: str) -> Path:
-    """Returns the directory in Hugging Face format of ``source``, not one made from a seed; converts ``smollm2`` at its first use."""
+    """Returns the directory in Hugging Face format of ``source`` (not of ``MADE_FROM_SEED``); converts ``smollm2`` at its
+    first use."""
     if source == "smollm2":
         return _smollm2_folder()
     folder = Path(source).expanduser()
