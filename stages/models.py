@@ -211,7 +211,12 @@ def _tiny_config(source: str) -> PretrainedConfig:
     }
     if source == "tiny":
         return LlamaConfig(**sizes)
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    experts: dict[str, Any] = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }
     return Qwen3MoeConfig(**sizes, **experts, head_dim=32)  # vLLM's attention on the CPU takes no smaller heads
 
 
