@@ -216,8 +216,9 @@ def _tiny_config(source: str) -> PretrainedConfig:
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
+        "head_dim": 32,  # vLLM's attention on the CPU takes no smaller ones
     }
-    return Qwen3MoeConfig(**sizes, **experts, head_dim=32)  # vLLM's attention on the CPU takes no smaller heads
+    return Qwen3MoeConfig(**sizes, **experts)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
