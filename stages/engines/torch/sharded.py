@@ -154,7 +154,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         layers = _layers(self.model)
         for layer in layers:
             _shard(layer, self._meshes.layers, policy, 1.0)
-        for layer, following in pairwise(layers if kind == "cpu" else ()):  # devices gather ahead by streams of their own
+        ahead = layers if kind == "cpu" else []  # devices gather ahead by streams of their own
+        for layer, following in pairwise(ahead):
             layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
             following._set_unshard_async_op(True)  # type: ignore[operator]
         # The model's own parameters have the same gradient on all tp ranks of a replica.
