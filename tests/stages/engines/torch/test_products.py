@@ -24,6 +24,12 @@ PRODUCTS: list[tuple[str, dict[str, int]]] = [
     ("qwen3", {"dp": 4, "dp_replicate": 2}),
     ("biased", {"dp": 2, "dp_replicate": 2, "tp": 2}),
     ("llama", {"dp": 4, "dp_replicate": 2, "tp": 2}),
+    ("experts", {"dp": 2, "ep": 2}),
+    ("experts", {"dp": 4, "ep": 4}),
+    ("moe", {"dp": 2, "tp": 2, "ep": 2}),
+    ("experts", {"dp": 2, "tp": 2, "ep": 4}),
+    ("moe", {"dp": 1, "tp": 2}),
+    ("experts", {"dp": 4, "dp_replicate": 2, "ep": 2}),
 ]
 each = pytest.mark.parametrize(("kind", "chosen"), PRODUCTS, ids=[f"{kind}-{name_of(of)}" for kind, of in PRODUCTS])
 
@@ -49,6 +55,7 @@ def test_gradients_and_three_steps_are_those_of_one_process(kind: str, chosen: d
     for rank, result in enumerate(found):
         got, wanted = dict(result["metrics"]), dict(expected["metrics"])
         assert got.pop("fed_tokens") >= wanted.pop("fed_tokens")  # a split group's prompt is computed again
+        assert got.pop("max_expert_load", 1.0) == pytest.approx(wanted.pop("max_expert_load", 1.0), rel=0.2)
         assert got == pytest.approx(wanted, rel=1e-5, abs=1e-7)
         assert result["metrics"] == found[0]["metrics"], "every rank returns the same"
         for at, row in zip(shares[Ranks(rank, **chosen).replica], result["logprobs"], strict=True):
