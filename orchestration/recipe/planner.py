@@ -281,8 +281,9 @@ def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
 
 def beyond_engine(layout: Layout) -> list[str]:
     """The parts of ``layout`` that the train engine does not have."""
-    others = {name: getattr(layout, name) for name in ("pp", "ep", "etp")}
-    return [f"{name}={size}" for name, size in others.items() if size not in (None, 1)]
+    others = {name: getattr(layout, name) for name in ("pp", "etp")}
+    beyond = [f"{name}={size}" for name, size in others.items() if size not in (None, 1)]
+    return beyond + (["ep_order=outer"] if layout.ep_order == "outer" and layout.ep > 1 else [])
 
 
 def reshard_plan(
@@ -399,6 +400,13 @@ def heads_of(source: str) -> dict[str, int]:
     one."""
     config = config_of(source)
     return {name: config[name] for name in HEADS if isinstance(config.get(name), int) and config[name] > 0}
+
+
+def experts_of(source: str) -> int | None:
+    """Number of experts in a layer of the model ``source``; None where its config is not known."""
+    config = config_of(source)
+    given = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return next((count for count in given if isinstance(count, int)), 0) if config else None
 
 
 def config_of(source: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from orchestration.guard.rules import METRICS
 from orchestration.recipe.checks.registry import check, problem
 from orchestration.recipe.flow import algorithm_of, flow_of
-from orchestration.recipe.planner import arena_bytes, heads_of
+from orchestration.recipe.planner import arena_bytes, experts_of, heads_of
 from orchestration.recipe.problems import Problem, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, CriticSection, TrainSection
@@ -341,6 +341,24 @@ def heads_divide(recipe: Recipe) -> Iterator[Problem]:
             fits = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
             wrong = f"cannot share the model's {' and '.join(uneven)} evenly"
             yield problem(recipe, f"{side}.tp", wrong, f"use one of: {fits}")
+
+
+@check("train.ep", "train.dp", "train.dp_replicate", "train.tp", "model.source")
+def experts_divide(recipe: Recipe) -> Iterator[Problem]:
+    """Checks that expert-parallel ranks are among those that experts are dealt out to, and can share them evenly."""
+    train, experts = recipe.train, experts_of(recipe.model.source)
+    if train.ep == 1:
+        return
+    if experts == 0:
+        yield problem(recipe, "train.ep", "is for models with experts, and this one has none", "set train.ep = 1")
+        return
+    shards = train.dp // train.dp_replicate * getattr(train, "cp", 1)
+    among = (shards if shards > 1 else train.dp_replicate) * train.tp
+    fits = [str(size) for size in range(1, among + 1) if among % size == 0 and (experts or 0) % size == 0]
+    if str(train.ep) not in fits:
+        of_model = f" and the model's {experts} experts" if experts else ""
+        wrong = f"does not divide the {among} ranks that experts are dealt out to{of_model}"
+        yield problem(recipe, "train.ep", wrong, f"use one of: {', '.join(fits)}")
 
 
 @check("train.dp", "train.tp", "train.device", "critic", "launch.launcher")

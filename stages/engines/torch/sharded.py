@@ -284,13 +284,14 @@ class ShardedTrainEngine(TorchTrainEngine):
 
 def fused(model: ModelState) -> str:
     """Returns the first tensor of a layer that has several matrices in one, or "". Tensor-parallel ranks cut its rows, not
-    each matrix."""
-    layers = (t.name for t in model.tensors if len(t.parts) > 1 and model.by_name[t.parts[0]].layer is not None)
-    return next(layers, "")
+    each matrix; experts they do not cut."""
+    firsts = ((tensor.name, model.by_name[tensor.parts[0]]) for tensor in model.tensors if len(tensor.parts) > 1)
+    return next((name for name, first in firsts if first.layer is not None and not first.expert), "")
 
 
 def layout_of(ranks: Ranks) -> Layout:
-    """Returns where the weights of layers are. Context-parallel ranks are further shards of them."""
+    """Returns where the weights of layers are; experts are not cut (``etp`` 1). Context-parallel ranks are further shards of
+    them."""
     return Layout(ranks.dp_replicate, ranks.dp // ranks.dp_replicate * ranks.cp, ranks.tp, ranks.ep, etp=1)
 
 

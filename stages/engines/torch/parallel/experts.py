@@ -46,8 +46,8 @@ def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
             own = distribute_tensor(whole.detach(), meshes.ep, [Shard(0)], src_data_rank=None)  # every rank has all
             parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
         module.num_experts //= ep
-        groups = [mesh.get_group() if mesh.size() > 1 else None for mesh in (meshes.ep, meshes.tp) if mesh is not None]
-        module.forward = partial(_dispatched, module, plain, groups[0], groups[1] if len(groups) > 1 else None)
+        groups = [None if mesh is None else mesh.get_group() for mesh in (meshes.ep, meshes.tp)]
+        module.forward = partial(_dispatched, module, plain, groups[0], groups[1])
     return modules
 
 
@@ -79,7 +79,7 @@ def _dispatched(
         rows = _AllToAll.apply(rows, received, sent, ep)  # type: ignore[no-untyped-call]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    out = (rows[back].view(len(tokens), chosen, -1) * weights[..., None]).sum(1).to(tokens.dtype)
+    out = (rows[back].view(len(tokens), chosen, tokens.shape[-1]) * weights[..., None]).sum(1).to(tokens.dtype)
     return out if tp is None else _Join.apply(out, count, tp)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -108,11 +108,12 @@ def _own(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _joined(part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The slices of all ranks, ``count`` rows."""
-    padded = part.new_zeros(-(-count // group.size()), *part.shape[1:])
+    step = -(-count // group.size())
+    padded = part.new_zeros(step, *part.shape[1:])
     padded[: len(part)] = part
     parts = [torch.empty_like(padded) for _ in range(group.size())]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat(parts)[:count]
+    return torch.cat([one[: max(0, count - at * step)] for at, one in enumerate(parts)])
 
 
 class _Slice(torch.autograd.Function):
