@@ -274,10 +274,7 @@ class TorchTrainEngine:
                     output.loss.backward()
                     measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
                     measured["entropy"] = tokens.entropy.sum() / total_tokens  # type: ignore[union-attr]
-                    for name, value in measured.items():
-                        before = sums.get(name)
-                        together = torch.maximum if name.startswith("max_") else torch.add
-                        sums[name] = value if before is None else together(before, value)
+                    _add(sums, measured)
             for _ in range(passes - len(plan)):
                 idle = self._idle_pass()
                 idle.backward(torch.zeros_like(idle))
@@ -417,6 +414,13 @@ def _packed(
     """The pieces' response tokens, piece by piece, row by row."""
     rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
     return pack([groups[piece.group].prompt for piece in pieces], rows, device)
+
+
+def _add(sums: dict[str, torch.Tensor], measured: Mapping[str, torch.Tensor]) -> None:
+    """Add a micro-batch's metrics to ``sums``; of those called ``max_…`` keep the largest."""
+    for name, value in measured.items():
+        together = torch.maximum if name.startswith("max_") else torch.add
+        sums[name] = together(sums[name], value) if name in sums else value
 
 
 def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
