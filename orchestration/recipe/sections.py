@@ -302,6 +302,11 @@ class TrainSection(Strategies, Section):
     kernels: Literal["auto", "plain"] = key(
         "auto", "`plain`: no fused or faster functions of the device, to compare with."
     )
+    router: Literal["own", "replay"] = key(
+        "own",
+        "Of a model with experts: tokens are trained with the experts that the trainer's routers choose (`own`), or with "
+        "those that the rollout engine's have chosen (`replay`), which travel with the samples as `routed_experts`.",
+    )
     threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key({}, 'Latency model of `engine = "mock"`.')
 

@@ -30,6 +30,7 @@ from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import PROBE, check_logits, fix_rope, replace_attention
+from stages.engines.torch.experts.routing import RoutingReplay
 from stages.engines.torch.head import logit_scale, values_of
 from stages.engines.torch.head import value_head as value_head_of
 from stages.engines.torch.layers import use_fast_layers, use_fast_norms, use_fused_layers
@@ -137,6 +138,7 @@ class TorchTrainEngine:
         self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
         self._grad_clip, self._token_budget, self._threads = grad_clip, token_budget, threads
         self._feeding = Feeding(fix_rope(model, context), fused=kernels == "auto")
+        self._routing = RoutingReplay(model, self._feeding)
         self._divisor, self._softcap = logit_scale(model.config)
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
         _prepare(model, activation_checkpointing)
@@ -213,6 +215,7 @@ class TorchTrainEngine:
         result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
         a loss or a gradient is not finite."""
         groups, responses = _groups(batch)
+        experts = self._routing.rows(batch, _fed(batch))
         wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
         found = _scores_by(self, batch, set(wanted.values()))
         given = TrainBatch(batch, algorithm, self._total, {name: found[by] for name, by in wanted.items()})
@@ -228,7 +231,7 @@ class TorchTrainEngine:
             options["lr"] = learning_rate
         steps = []
         for part, plan in parts * algorithm.epochs:
-            metrics = self._optimize(part, plan, responses, given, algorithm)
+            metrics = self._optimize(part, plan, responses, experts, given, algorithm)
             steps.append({**metrics, "learning_rate": learning_rate})
         return over_steps(steps)
 
@@ -237,6 +240,7 @@ class TorchTrainEngine:
         groups: Sequence[_Group],
         plan: Sequence[Sequence[Piece]],
         responses: Sequence[torch.Tensor],
+        experts: Sequence[torch.Tensor],
         given: TrainBatch,
         algorithm: AlgorithmLike,
     ) -> dict[str, float]:
@@ -250,9 +254,10 @@ class TorchTrainEngine:
             raise ValueError("loss_mask: leaves no token of a mini-batch to train on; drop such groups before training")
         fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
+        self._routing.start()
         try:
             for pieces in plan:
-                logprobs, entropy, values = self._compute(_packed(groups, pieces, responses, self.device))
+                logprobs, entropy, values = self._compute(_packed(groups, pieces, responses, self.device, experts))
                 numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
                 tokens = given.tokens(
                     numbers,
@@ -275,12 +280,14 @@ class TorchTrainEngine:
                     before = sums.get(name)
                     together = torch.maximum if name.startswith("max_") else torch.add
                     sums[name] = value if before is None else together(before, value)
+            self._routing.stop()
             for _ in range(passes - len(plan)):
                 idle = self._idle_pass()
                 idle.backward(torch.zeros_like(idle))
             added = self._add_up({name: value.item() for name, value in sums.items()} | {"fed_tokens": float(fed)})
             loss, fed_tokens = added.pop("loss"), added.pop("fed_tokens")
             gap, metrics = split_gap(added)
+            gap |= self._routing.metrics(self._total)
             grad_norm = self._clip()
             if not (math.isfinite(grad_norm) and math.isfinite(loss)):
                 raise FloatingPointError(
@@ -305,6 +312,7 @@ class TorchTrainEngine:
     def _scores(self, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Logprobs and values of the response tokens of each row, on the CPU; values are empty without a value head."""
         groups, responses = _groups(batch)
+        experts = self._routing.rows(batch, _fed(batch))
         rows = [torch.empty(0)] * len(responses)
         of_values = [torch.empty(0)] * len(responses)
         alone = [plan_micro_batches([group.shape], self._token_budget) for group in groups]
@@ -312,7 +320,7 @@ class TorchTrainEngine:
         *_, passes = self._agree(0, 0, 0, len(plan))
         for piece in plan:
             numbers = [groups[piece.group].numbers[row] for row in piece.rows]
-            logprobs, _, values = self._compute(_packed(groups, [piece], responses, self.device))
+            logprobs, _, values = self._compute(_packed(groups, [piece], responses, self.device, experts))
             lengths = [len(responses[n]) for n in numbers]
             for found, kept in ((logprobs, rows), (values, of_values)):
                 for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
@@ -408,11 +416,23 @@ def _export(engine: TorchTrainEngine, path: Path, state: Mapping[str, Any] | Non
 
 
 def _packed(
-    groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor], device: torch.device
+    groups: Sequence[_Group],
+    pieces: Sequence[Piece],
+    responses: Sequence[torch.Tensor],
+    device: torch.device,
+    experts: Sequence[torch.Tensor],
 ) -> PackedBatch:
-    """The pieces' response tokens, piece by piece, row by row."""
-    rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
-    return pack([groups[piece.group].prompt for piece in pieces], rows, device)
+    """The pieces' response tokens, piece by piece, row by row. ``responses``, ``experts``: of each row; the latter may be
+    empty."""
+    numbers = [[groups[piece.group].numbers[row] for row in piece.rows] for piece in pieces]
+    rows, chosen = ([[of[number] for number in some] for some in numbers if len(of)] for of in (responses, experts))
+    return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
+
+
+def _fed(batch: TensorDictBase) -> list[int]:
+    """The tokens of each row that a model is fed."""
+    pairs = zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True)
+    return [len(prompt) + len(response) - 1 for prompt, response in pairs]
 
 
 def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
