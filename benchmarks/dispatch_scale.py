@@ -120,14 +120,15 @@ def run_ip(*command: str) -> None:
 
 class Network:
     """``hosts`` namespaces and one for the index, each with a link of ``mbit`` Mbit/s both ways to a bridge in one more.
+    What leaves one takes ``delay_ms`` longer.
 
     Nothing is added outside these namespaces, so deleting them deletes everything.
     """
 
-    def __init__(self, hosts: int, mbit: float) -> None:
+    def __init__(self, hosts: int, mbit: float, delay_ms: float = 0.0) -> None:
         if not 1 <= hosts <= MOST_HOSTS:
             raise ValueError(f"nodes: {hosts} hosts, must be 1 to {MOST_HOSTS}")
-        self.hosts, self._mbit = hosts, mbit
+        self.hosts, self._mbit, self._delay_ms = hosts, mbit, delay_ms
         self._made: list[str] = []
 
     def name(self, what: str) -> str:
@@ -160,7 +161,10 @@ class Network:
                 run_ip("ip", "-n", host, "link", "set", device, "up")
             for where, device in ((host, "eth0"), (switch, port)):  # out of the host, and into it
                 limit = ("rate", f"{self._mbit}mbit", "burst", "64kb", "latency", f"{QUEUE_MS}ms")
-                run_ip("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+                run_ip("tc", "-n", where, "qdisc", "add", "dev", device, "root", "handle", "1:", "tbf", *limit)
+            if self._delay_ms:
+                delay = ("netem", "delay", f"{self._delay_ms}ms", "limit", "100000")
+                run_ip("tc", "-n", host, "qdisc", "add", "dev", "eth0", "parent", "1:1", *delay)
 
     def _namespace(self, what: str) -> str:
         name = self.name(what)

@@ -1,16 +1,25 @@
-"""What parallel strategies of the train engine cost: bytes that are sent, counted and by formula.
+"""What parallel strategies of the train engine cost: bytes that are sent, counted and by formula; seconds over links.
 
     python -m benchmarks.parallel [--world 1 2 4 8] [--hidden 256] [--json FILE]
+    sudo python -m benchmarks.parallel --links [--mbit 200] [--delay-ms 0] [--layer-ms 40] [...]
 
 **bytes**: real ranks (gloo) train one step of a small model; each collective call is seen as torch dispatches it and its
 bytes are counted as a ring would send them. Beside it the formula (stages/engines/costs.py), which knows sizes alone.
+
+**links**: each rank is in a network namespace of its own, whose link has ``--mbit`` both ways and a delay. A layer's compute
+is a clock's: ``--layer-ms`` for 100 tokens forward and twice that backward, divided by tp; the real compute of the small
+model is beside it. ``apart`` is what compute and sending take one after the other, by the formulas; where a step takes
+less, sending overlaps with compute.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +29,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from tensordict import TensorDict
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.dispatch_scale import Network
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.costs import Step, sent
 from stages.engines.plans import GroupShape, deal, plan_micro_batches
@@ -101,9 +112,20 @@ def model_of(hidden: int) -> PreTrainedModel:
 
 def step_of(ranks: Ranks, hidden: int) -> tuple[dict[str, int], list[int]]:
     """What this rank sends in a step, by call; and the tokens of its replica's micro-batches."""
-    engine = ShardedTrainEngine(
-        model_of(hidden), ranks, learning_rate=1e-4, total_steps=1, token_budget=BUDGET, device="cpu"
+    engine, (batch, tokens) = engine_of(ranks, hidden), share_of(ranks)
+    with Counted() as counted:
+        engine.train_batch(batch, GRPO())
+    return dict(counted.bytes), tokens
+
+
+def engine_of(ranks: Ranks, hidden: int) -> ShardedTrainEngine:
+    return ShardedTrainEngine(
+        model_of(hidden), ranks, learning_rate=1e-4, total_steps=9, token_budget=BUDGET, device="cpu"
     )
+
+
+def share_of(ranks: Ranks) -> tuple[TensorDict, list[int]]:
+    """The rows of a rank's replica, and the tokens of its micro-batches."""
     shapes = [GroupShape(prompt, responses) for prompt, responses in GROUPS]
     share = deal(shapes, ranks.dp)[ranks.replica]
     rows = unstack(make_batch(GROUPS))
@@ -111,9 +133,51 @@ def step_of(ranks: Ranks, hidden: int) -> tuple[dict[str, int], list[int]]:
     kept = [rows[first[piece.group] + row] for piece in share for row in piece.rows]
     groups = [GroupShape(24, (40,) * len(piece.rows)) for piece in share]
     plan = plan_micro_batches(groups, BUDGET)
-    with Counted() as counted:
-        engine.train_batch(stack(kept), GRPO())
-    return dict(counted.bytes), [sum(groups[p.group].tokens(p.rows) for p in pieces) for pieces in plan]
+    return stack(kept), [sum(groups[p.group].tokens(p.rows) for p in pieces) for pieces in plan]
+
+
+def timed_step(ranks: Ranks, hidden: int, layer_ms: float, steps: int) -> tuple[list[float], float, list[int]]:
+    """Seconds of each step, those of its compute by the clock, and the tokens of the replica's micro-batches."""
+    engine = engine_of(ranks, hidden)
+    batch, tokens = share_of(ranks)
+    spent = [0.0]
+
+    def clock(times: int) -> Any:
+        def wait(_: Any, given: Any, kwargs: Any = None) -> None:
+            hidden_states = given[0] if given else (kwargs or {})["hidden_states"]
+            seconds = times * layer_ms / 1e3 * hidden_states.shape[1] / 100 / ranks.tp
+            spent[0] += seconds
+            time.sleep(seconds)
+
+        return wait
+
+    for layer in engine.model.base_model.layers:
+        layer.register_forward_pre_hook(clock(1), with_kwargs=True)
+        layer.register_full_backward_pre_hook(clock(2))
+    took = []
+    for _ in range(steps + 1):  # the first one makes AdamW's moments
+        dist.barrier()
+        spent[0], began = 0.0, time.perf_counter()
+        engine.train_batch(batch, GRPO())
+        took.append(time.perf_counter() - began)
+    return took[1:], spent[0], tokens
+
+
+def over_links(worlds: Sequence[int], hidden: int, mbit: float, delay: float, layer_ms: float) -> list[dict[str, Any]]:
+    state, found = model_state(model_of(hidden).config), []
+    chosen_ones = [chosen for chosen in PRODUCTS if Ranks(0, **chosen).world in worlds]
+    with Network(max(worlds), mbit, delay) as network:
+        for chosen in chosen_ones:
+            ranks = Ranks(0, **chosen)
+            there = [network.name(f"host{rank}") for rank in range(ranks.world)]
+            results = of_product(chosen, timed_step, hidden, layer_ms, 3, namespaces=there)
+            tokens = results[0][2]
+            nbytes = sum(sent(state, ranks, Step(tuple(tokens), hidden)).values())
+            seconds = statistics.median(max(times) for times in zip(*(took for took, *_ in results), strict=True))
+            clock = max(spent for _, spent, _ in results)
+            found.append({"product": chosen, "seconds": seconds, "clock": clock, "sending": nbytes * 8 / mbit / 1e6})
+            print(found[-1], file=sys.stderr)
+    return found
 
 
 def measure(worlds: Sequence[int], hidden: int) -> list[dict[str, Any]]:
@@ -133,19 +197,34 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--links", action="store_true")
+    parser.add_argument("--mbit", type=float, default=200.0)
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="needs the kernel's netem")
+    parser.add_argument("--layer-ms", type=float, default=40.0)
     options = parser.parse_args(argv)
-    found = measure(options.world, options.hidden)
-    table = Table("product", "sent, MB", "by formula", "ratio", "of it")
-    for cell in found:
-        total, formula = cell["counted"], sum(cell["formula"].values())
-        shares = ", ".join(f"{name} {nbytes / 1e6:.2f}" for name, nbytes in cell["formula"].items())
-        ratio = f"{total / formula:.4f}" if formula else "-"
-        name = " ".join(f"{key}={size}" for key, size in cell["product"].items())
-        table.add_row(name, f"{total / 1e6:.3f}", f"{formula / 1e6:.3f}", ratio, shares)
+    if options.links:
+        found = over_links(options.world, options.hidden, options.mbit, options.delay_ms, options.layer_ms)
+        table = Table("product", "a step, s", "compute, s", "sending, s", "apart, s", "of one rank")
+        alone = next((cell["seconds"] for cell in found if Ranks(0, **cell["product"]).world == 1), math.nan)
+        for cell in found:
+            parts = cell["seconds"], cell["clock"], cell["sending"], cell["clock"] + cell["sending"]
+            table.add_row(name_of(cell["product"]), *(f"{value:.2f}" for value in parts), f"{parts[0] / alone:.2f}")
+    else:
+        found = measure(options.world, options.hidden)
+        table = Table("product", "sent, MB", "by formula", "ratio", "of it")
+        for cell in found:
+            total, formula = cell["counted"], sum(cell["formula"].values())
+            shares = ", ".join(f"{name} {nbytes / 1e6:.2f}" for name, nbytes in cell["formula"].items())
+            ratio = f"{total / formula:.4f}" if formula else "-"
+            table.add_row(name_of(cell["product"]), f"{total / 1e6:.3f}", f"{formula / 1e6:.3f}", ratio, shares)
     Console(width=120).print(table)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     return 0
+
+
+def name_of(product: dict[str, int]) -> str:
+    return " ".join(f"{key}={size}" for key, size in product.items())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.dispatch_scale import inside
 from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import join
 from tests.forked import forks
@@ -28,16 +30,23 @@ def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any, timeou
 
 
 def of_product(
-    chosen: Mapping[str, int], work: Callable[..., Any], *arguments: Any, timeout: float = DEADLINE
+    chosen: Mapping[str, int],
+    work: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = DEADLINE,
+    namespaces: Sequence[str] = (),
 ) -> list[Any]:
     """``work(ranks, *arguments)`` on each rank of a group with the strategies ``chosen``, one thread each; what each
     returned, by rank. Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that of
-    their collectives."""
+    their collectives. ``namespaces``: of the network, one for each rank, where ``eth0`` leads to the others."""
     context = forks()
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="adk-ranks-") as home:
         processes: list[BaseProcess] = [
-            context.Process(target=_rank, args=(results, Ranks(rank, **chosen), home, timeout, work, arguments))
+            context.Process(
+                target=_rank,
+                args=(results, Ranks(rank, **chosen), home, timeout, work, arguments, namespaces[rank : rank + 1]),
+            )
             for rank in range(Ranks(0, **chosen).world)
         ]
         for process in processes:
@@ -67,8 +76,18 @@ def _collect(results: Any, processes: list[BaseProcess]) -> list[Any]:
 
 
 def _rank(
-    results: Any, ranks: Ranks, home: str, timeout: float, work: Callable[..., Any], arguments: tuple[Any, ...]
+    results: Any,
+    ranks: Ranks,
+    home: str,
+    timeout: float,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    namespaces: Sequence[str],
 ) -> None:
+    entered = ExitStack()
+    for namespace in namespaces:
+        entered.enter_context(inside(namespace))
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")

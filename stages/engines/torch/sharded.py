@@ -15,7 +15,6 @@ every tp rank. Every call is collective: all ranks make the same calls in the sa
 from __future__ import annotations
 
 import hmac
-import itertools
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +151,13 @@ class ShardedTrainEngine(TorchTrainEngine):
         if self._meshes.tp is not None:
             cut_matrices(self.model, self._meshes.tp)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
-        for layer in _layers(self.model):
+        layers = _layers(self.model)
+        for layer in layers:
             _shard(layer, self._meshes.layers, policy, 1.0)
+        ahead = layers if kind == "cpu" else []  # devices gather ahead by streams of their own
+        for layer, following in pairwise(ahead):
+            layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+            following._set_unshard_async_op(True)  # type: ignore[operator]
         # The model's own parameters have the same gradient on all tp ranks of a replica.
         _shard(self.model, self._meshes.outside, policy, float(ranks.tp))
         if self._weights is not None:
@@ -262,7 +267,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         fixed = {name: known[name] for name in known if name not in learned and name not in self._value_head}
         empty = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
         empty |= {name: torch.empty_like(value, device="meta") for name, value in fixed.items()}
-        values = itertools.chain(self.weights(), fixed.items()) if state is None else state["model"].items()
+        values = chain(self.weights(), fixed.items()) if state is None else state["model"].items()
         if self.ranks.rank:
             deque(values, maxlen=0)  # the calls that gather them
             return
