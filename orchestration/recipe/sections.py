@@ -304,8 +304,7 @@ class TrainSection(Strategies, Section):
     )
     router: Literal["own", "replay"] = key(
         "own",
-        "Of a model with experts: tokens are trained with the experts that the trainer's routers choose (`own`), or with "
-        "those that the rollout engine's have chosen (`replay`), which travel with the samples as `routed_experts`.",
+        "Of a model with experts: train with the trainer's `own` choices, or `replay` those of the rollout engine.",
     )
     threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key({}, 'Latency model of `engine = "mock"`.')

@@ -215,7 +215,7 @@ class TorchTrainEngine:
         result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
         a loss or a gradient is not finite."""
         groups, responses = _groups(batch)
-        experts = self._routing.rows(batch, _fed(batch))
+        experts = self._routing.rows(batch)
         wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
         found = _scores_by(self, batch, set(wanted.values()))
         given = TrainBatch(batch, algorithm, self._total, {name: found[by] for name, by in wanted.items()})
@@ -254,7 +254,6 @@ class TorchTrainEngine:
             raise ValueError("loss_mask: leaves no token of a mini-batch to train on; drop such groups before training")
         fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
-        self._routing.start()
         try:
             for pieces in plan:
                 logprobs, entropy, values = self._compute(_packed(groups, pieces, responses, self.device, experts))
@@ -280,7 +279,6 @@ class TorchTrainEngine:
                     before = sums.get(name)
                     together = torch.maximum if name.startswith("max_") else torch.add
                     sums[name] = value if before is None else together(before, value)
-            self._routing.stop()
             for _ in range(passes - len(plan)):
                 idle = self._idle_pass()
                 idle.backward(torch.zeros_like(idle))
@@ -306,28 +304,7 @@ class TorchTrainEngine:
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
         """Logprobs of the response tokens, float32 jagged [B, T_i] on the CPU. Each group is computed alone, so its bits do
         not depend on the other groups."""
-        return torch.nested.nested_tensor(self._scores(batch)[0], layout=torch.jagged)
-
-    @torch.no_grad()
-    def _scores(self, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Logprobs and values of the response tokens of each row, on the CPU; values are empty without a value head."""
-        groups, responses = _groups(batch)
-        experts = self._routing.rows(batch, _fed(batch))
-        rows = [torch.empty(0)] * len(responses)
-        of_values = [torch.empty(0)] * len(responses)
-        alone = [plan_micro_batches([group.shape], self._token_budget) for group in groups]
-        plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
-        *_, passes = self._agree(0, 0, 0, len(plan))
-        for piece in plan:
-            numbers = [groups[piece.group].numbers[row] for row in piece.rows]
-            logprobs, _, values = self._compute(_packed(groups, [piece], responses, self.device, experts))
-            lengths = [len(responses[n]) for n in numbers]
-            for found, kept in ((logprobs, rows), (values, of_values)):
-                for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
-                    kept[n] = part
-        for _ in range(passes - len(plan)):
-            self._idle_pass()
-        return rows, of_values
+        return torch.nested.nested_tensor(_scores(self, batch)[0], layout=torch.jagged)
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -388,16 +365,38 @@ class TorchTrainEngine:
         return out.last_hidden_state[0].index_select(0, packed.places)
 
 
+@torch.no_grad()
+def _scores(engine: TorchTrainEngine, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logprobs and values of the response tokens of each row, on the CPU; values are empty without a value head."""
+    groups, responses = _groups(batch)
+    experts = engine._routing.rows(batch)
+    rows = [torch.empty(0)] * len(responses)
+    of_values = [torch.empty(0)] * len(responses)
+    alone = [plan_micro_batches([group.shape], engine._token_budget) for group in groups]
+    plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
+    *_, passes = engine._agree(0, 0, 0, len(plan))
+    for piece in plan:
+        numbers = [groups[piece.group].numbers[row] for row in piece.rows]
+        logprobs, _, values = engine._compute(_packed(groups, [piece], responses, engine.device, experts))
+        lengths = [len(responses[n]) for n in numbers]
+        for found, kept in ((logprobs, rows), (values, of_values)):
+            for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
+                kept[n] = part
+    for _ in range(passes - len(plan)):
+        engine._idle_pass()
+    return rows, of_values
+
+
 def _scores_by(engine: TorchTrainEngine, batch: TensorDictBase, wanted: set[str]) -> dict[str, list[torch.Tensor]]:
     """What each of ``wanted``, which are of ``IN_TRAINING``, computes of the response tokens of each row."""
     found: dict[str, list[torch.Tensor]] = {}
     if wanted - {BASE}:
-        found = dict(zip(IN_TRAINING, engine._scores(batch), strict=False))
+        found = dict(zip(IN_TRAINING, _scores(engine, batch), strict=False))
     if BASE in wanted:
         if engine._adapters is None:
             raise ValueError("scores: 'base' is the model without its adapters, and it has none")
         with adapters_off(engine.model):
-            found[BASE] = engine._scores(batch)[0]
+            found[BASE] = _scores(engine, batch)[0]
     return found
 
 
@@ -427,12 +426,6 @@ def _packed(
     numbers = [[groups[piece.group].numbers[row] for row in piece.rows] for piece in pieces]
     rows, chosen = ([[of[number] for number in some] for some in numbers if len(of)] for of in (responses, experts))
     return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
-
-
-def _fed(batch: TensorDictBase) -> list[int]:
-    """The tokens of each row that a model is fed."""
-    pairs = zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True)
-    return [len(prompt) + len(response) - 1 for prompt, response in pairs]
 
 
 def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:

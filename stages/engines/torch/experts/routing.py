@@ -52,68 +52,49 @@ class RoutingRecorder:
 
 
 class RoutingReplay:
-    """Makes the routers of a train engine's ``model`` follow the choices that ``feeding`` has, where it has some, and
-    counts what they choose in training. ``agreed``: of the choices that were followed, those that the router would have
-    made too."""
+    """Makes the routers of a train engine's ``model`` follow the choices that ``feeding`` has, where it has some."""
 
     def __init__(self, model: nn.Module, feeding: Feeding) -> None:
         self._feeding, self._routers = feeding, routers_of(model)
-        self._counts: list[torch.Tensor] = []
-        self._counting = self._followed = False
+        self._agreed: list[torch.Tensor] = []  # of the choices followed in training, those that a router makes too
+        self._followed = 0
         for number, router in enumerate(self._routers):
             router.forward = self._following(number, router, router.forward)
 
-    def rows(self, batch: TensorDictBase, tokens: Sequence[int]) -> list[torch.Tensor]:
-        """The choices [fed tokens, layers * top-k] of each row of ``batch``, whose fed ``tokens`` are given; empty where it
-        has none. Raises ``ValueError`` for choices of another number of tokens or of another model."""
+    def rows(self, batch: TensorDictBase) -> list[torch.Tensor]:
+        """The choices [fed tokens, layers * top-k] of each row of ``batch``; empty where it has none. Raises ``ValueError``
+        for choices of another number of tokens or of another model."""
         if ROUTED not in batch:
             return []
+        pairs = zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True)
+        fed = torch.tensor([len(prompt) + len(response) - 1 for prompt, response in pairs])
         width = sum(router.top_k for router in self._routers)
-        rows = jagged_rows(batch, ROUTED, torch.tensor(tokens) * width)
-        return [row.view(-1, width) for row in rows]
-
-    def start(self) -> None:
-        """Count from zero, until :meth:`stop`."""
-        self._counting, self._followed = True, False
-        experts = max((router.num_experts for router in self._routers), default=0)
-        self._counts = [torch.zeros(experts + 1, dtype=torch.int64)] * len(self._routers)
-
-    def stop(self) -> None:
-        self._counting = False
+        return [row.view(-1, width) for row in jagged_rows(batch, ROUTED, fed * width)]
 
     def metrics(self, total: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Since :meth:`start`, with ``total`` to add a tensor up over all ranks: ``max_expert_load``, the largest share of a
-        layer's choices that one expert has, over an equal share; and ``routing_agreement``, the share of the followed
-        choices that agreed, where choices were followed. Empty for a model without routers."""
-        if not self._counts:
+        """``routing_agreement`` since the last call: the share of the choices followed in training that the routers would
+        have made too. Empty where none were followed. ``total`` adds a tensor up over all ranks."""
+        if not self._followed:
             return {}
-        counts = total(torch.stack([counts.cpu() for counts in self._counts])).double()
-        load, chosen = counts[:, :-1], float(counts[:, :-1].sum())
-        found = {"max_expert_load": float((load / load.mean(1, keepdim=True)).max())}
-        if self._followed:
-            found["routing_agreement"] = float(counts[:, -1].sum()) / chosen
-        return found
+        agreed = torch.stack(self._agreed).sum().cpu()
+        found, followed = total(torch.stack([agreed, torch.tensor(self._followed)])).tolist()
+        self._agreed, self._followed = [], 0
+        return {"routing_agreement": found / followed}
 
     def _following(self, number: int, router: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*arguments: Any, **options: Any) -> Any:
             packed, k = self._feeding.packed, router.top_k
             if packed is None or packed.experts is None:
-                output, agreed = plain(*arguments, **options), None
-            else:
-                before = sum(other.top_k for other in self._routers[:number])
-                follow = _Following(packed.experts[:, before : before + k].long())
-                with follow:
-                    output = plain(*arguments, **options)
-                if not torch.equal(output[2], follow.chosen):
-                    raise ValueError(f"model: {type(router).__name__} chooses experts by other means than topk")
-                agreed = follow.agreed
-            if self._counting and torch.is_grad_enabled():
-                chosen, counts = output[2].flatten(), self._counts[number].to(output[2].device)
-                counts = counts.index_add(0, chosen, torch.ones_like(chosen))
-                if agreed is not None:
-                    counts[-1] += agreed
-                    self._followed = True
-                self._counts[number] = counts
+                return plain(*arguments, **options)
+            before = sum(other.top_k for other in self._routers[:number])
+            follow = _Following(packed.experts[:, before : before + k].long())
+            with follow:
+                output = plain(*arguments, **options)
+            if not torch.equal(output[2], follow.chosen):
+                raise ValueError(f"model: {type(router).__name__} chooses experts by other means than topk")
+            if torch.is_grad_enabled() and follow.agreed is not None:
+                self._agreed.append(follow.agreed)
+                self._followed += follow.chosen.numel()
             return output
 
         return forward
@@ -125,7 +106,7 @@ class _Following(TorchFunctionMode):
     def __init__(self, chosen: torch.Tensor) -> None:
         super().__init__()
         self.chosen = chosen
-        self.agreed: torch.Tensor | None = None
+        self.agreed: torch.Tensor | None = None  # int64: how many of them topk gives too
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

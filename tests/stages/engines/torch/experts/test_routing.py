@@ -234,7 +234,6 @@ def test_gradients_reach_the_routers_through_the_weights_of_the_followed_experts
         assert float((seen[name] - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max()), name
     assert float(seen["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-6
     assert 0 < metrics["routing_agreement"] < 0.6, "random choices of two of eight agree by a quarter"
-    assert 1 <= metrics["max_expert_load"] <= 8
 
 
 class Linear(GRPO):
