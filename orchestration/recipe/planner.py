@@ -293,8 +293,9 @@ def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
 
 def beyond_engine(layout: Layout) -> list[str]:
     """The parts of ``layout`` that the train engine does not have."""
-    others = {name: getattr(layout, name) for name in ("pp", "ep", "etp")}
-    return [f"{name}={size}" for name, size in others.items() if size not in (None, 1)]
+    others = {name: getattr(layout, name) for name in ("pp", "etp")}
+    beyond = [f"{name}={size}" for name, size in others.items() if size not in (None, 1)]
+    return beyond + (["ep_order=outer"] if layout.ep_order == "outer" and layout.ep > 1 else [])
 
 
 def reshard_plan(

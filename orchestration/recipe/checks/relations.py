@@ -344,6 +344,24 @@ def heads_divide(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, f"{side}.tp", wrong, f"use one of: {fits}")
 
 
+@check("train.ep", "train.dp", "train.dp_replicate", "train.tp", "model.source")
+def experts_divide(recipe: Recipe) -> Iterator[Problem]:
+    """Checks that expert-parallel ranks are among those that experts are dealt out to, and can share them evenly."""
+    train, config = recipe.train, config_of(recipe.model.source)
+    if train.ep == 1:
+        return
+    if not (experts := experts_of(config)[0]) and config:
+        yield problem(recipe, "train.ep", "is for models with experts, and this one has none", "set train.ep = 1")
+        return
+    shards = train.dp // train.dp_replicate * getattr(train, "cp", 1)
+    among = (shards if shards > 1 else train.dp_replicate) * train.tp
+    fits = [str(size) for size in range(1, among + 1) if among % size == 0 and experts % size == 0]
+    if str(train.ep) not in fits:
+        of_model = f" and the model's {experts} experts" if experts else ""
+        wrong = f"does not divide the {among} ranks that experts are dealt out to{of_model}"
+        yield problem(recipe, "train.ep", wrong, f"use one of: {', '.join(fits)}")
+
+
 @check("train.dp", "train.tp", "train.device", "critic", "launch.launcher")
 def ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
     for side, of in _rank_groups(recipe):

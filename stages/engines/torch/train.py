@@ -44,6 +44,7 @@ from stages.engines.torch.optimizer import (
     renew,
 )
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
+from stages.engines.torch.parallel.experts import ExpertLoad
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.flow.declarations import BASE, IN_TRAINING
 from stages.resharding.swap import local_part, local_weights, training_state
@@ -146,6 +147,7 @@ class TorchTrainEngine:
         if self.device.type == "cpu" and kernels == "auto":
             use_fast_norms(model)
         self._dtype = model.dtype  # of the arithmetic
+        self.expert_load = ExpertLoad(model, self.device)
         self._adapters = adapters
         self._adapter_config = add_adapters(model, adapters) if adapters else {}
         self._plain_forward = model.forward
@@ -255,35 +257,34 @@ class TorchTrainEngine:
         fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:
-            for pieces in plan:
-                logprobs, entropy, values = self._compute(_packed(groups, pieces, responses, self.device, experts))
-                numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
-                tokens = given.tokens(
-                    numbers,
-                    [at for at, piece in enumerate(pieces) for _ in piece.rows],
-                    logprobs,
-                    entropy,
-                    values if self._value_head else None,
-                    total_tokens=total_tokens,
-                    total_rows=total_rows,
-                    total_groups=total_groups,
-                )
-                if not len(tokens.row):  # all are left out: nothing to learn, but other ranks compute with this one
-                    tokens.logprobs.sum().backward()
-                    continue
-                output = algorithm.loss(tokens)
-                output.loss.backward()
-                measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
-                measured["entropy"] = tokens.entropy.sum() / total_tokens  # type: ignore[union-attr]
-                for name, value in measured.items():
-                    before = sums.get(name)
-                    together = torch.maximum if name.startswith("max_") else torch.add
-                    sums[name] = value if before is None else together(before, value)
+            with self.expert_load:
+                for pieces in plan:
+                    logprobs, entropy, values = self._compute(_packed(groups, pieces, responses, self.device, experts))
+                    numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
+                    tokens = given.tokens(
+                        numbers,
+                        [at for at, piece in enumerate(pieces) for _ in piece.rows],
+                        logprobs,
+                        entropy,
+                        values if self._value_head else None,
+                        total_tokens=total_tokens,
+                        total_rows=total_rows,
+                        total_groups=total_groups,
+                    )
+                    if not len(tokens.row):  # all are left out: nothing to learn, but other ranks compute with this one
+                        tokens.logprobs.sum().backward()
+                        continue
+                    output = algorithm.loss(tokens)
+                    output.loss.backward()
+                    measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
+                    measured["entropy"] = tokens.entropy.sum() / total_tokens  # type: ignore[union-attr]
+                    _add(sums, measured)
             for _ in range(passes - len(plan)):
                 idle = self._idle_pass()
                 idle.backward(torch.zeros_like(idle))
-            added = self._add_up({name: value.item() for name, value in sums.items()} | {"fed_tokens": float(fed)})
-            loss, fed_tokens = added.pop("loss"), added.pop("fed_tokens")
+            own = {"fed_tokens": float(fed), **self.expert_load.metrics(self._total)}
+            added = self._add_up({name: value.item() for name, value in sums.items()} | own)
+            loss, engine_metrics = added.pop("loss"), {name: added.pop(name) for name in own}
             gap, metrics = split_gap(added)
             gap |= self._routing.metrics(self._total)
             grad_norm = self._clip()
@@ -297,7 +298,7 @@ class TorchTrainEngine:
             self.step += 1
         finally:
             self._forget_gradients()
-        return {"loss": loss, "grad_norm": grad_norm, "fed_tokens": fed_tokens, **gap, **algorithm.finish(metrics)}
+        return {"loss": loss, "grad_norm": grad_norm, **engine_metrics, **gap, **algorithm.finish(metrics)}
 
     @torch.no_grad()
     @_repeatable
@@ -426,6 +427,13 @@ def _packed(
     numbers = [[groups[piece.group].numbers[row] for row in piece.rows] for piece in pieces]
     rows, chosen = ([[of[number] for number in some] for some in numbers if len(of)] for of in (responses, experts))
     return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
+
+
+def _add(sums: dict[str, torch.Tensor], measured: Mapping[str, torch.Tensor]) -> None:
+    """Add a micro-batch's metrics to ``sums``; of those called ``max_…`` keep the largest."""
+    for name, value in measured.items():
+        together = torch.maximum if name.startswith("max_") else torch.add
+        sums[name] = together(sums[name], value) if name in sums else value
 
 
 def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
