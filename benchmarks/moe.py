@@ -41,7 +41,7 @@ from stages.flow.catalogue import ROUTED
 from stages.prompts.sources import load_prompts
 from stages.rollout.stage import group_seed, responses
 
-ONE_PROCESS = ["launch.launcher=inline", "train.dp=1"]
+ONE_PROCESS = ["launch.launcher=inline", "train.dp=1", "train.ep=1"]
 
 
 def requests(recipe: Recipe) -> list[GroupRequest]:
