@@ -30,18 +30,20 @@ import random
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from orchestration.processes.forkserver import ENVIRONMENT
 from orchestration.recipe.checks.memory_parts import Engine
 from orchestration.recipe.load import parse_recipe
-from orchestration.recipe.planner import memory_of
+from orchestration.recipe.model_files import experts_of
+from orchestration.recipe.planner import config_of, memory_of
 from orchestration.recipe.schema import Recipe
 from stages.engines.strategies import Ranks
 from stages.models import empty_model, weight_shapes
 
-Model = str | dict[str, Any]  # a source, or the sizes of a Llama
+Model = str | dict[str, Any]  # a source, or the sizes of a Llama, with experts of a Qwen3-MoE
 Changes = dict[str, Any]  # of the recipe, by key
 SMALL: dict[str, Any] = {
     "hidden_size": 384,
@@ -51,6 +53,8 @@ SMALL: dict[str, Any] = {
 }
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True}
 FIRST = {**SMALL, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "head_dim": 48}
+EXPERTS = {**SMALL, **ROUTED}
 MANY_WORDS = {**SMALL, "num_hidden_layers": 2, "vocab_size": 49152}
 CHECKPOINTING: Changes = {"train.activation_checkpointing": True}
 BFLOAT16: Changes = {"model.dtype": "bfloat16"}
@@ -81,6 +85,10 @@ CASES: dict[str, tuple[Model, Changes]] = {
     "small, dp = 2": (SMALL, TWO_RANKS),
     "small, dp = 2, bfloat16": (SMALL, {**TWO_RANKS, **BFLOAT16}),
     "many words, dp = 2": (MANY_WORDS, TWO_RANKS),
+    "small, dp = 2, two copies": (SMALL, {**TWO_RANKS, "train.dp_replicate": 2}),
+    "small, tp = 2": (SMALL, {"train.tp": 2}),
+    "experts, dp = 2": (EXPERTS, TWO_RANKS),
+    "experts, dp = 2, ep = 2": (EXPERTS, {**TWO_RANKS, "train.ep": 2}),
     "many words": (MANY_WORDS, {"rollout.max_rows": 64}),
     "many words, bfloat16": (MANY_WORDS, BFLOAT16),
     "quickstart": ("smollm2", QUICKSTART),
@@ -113,12 +121,15 @@ def recipe_of(source: str, changes: Changes) -> Recipe:
 
 def make_model(config: dict[str, Any], folder: Path, dtype: str = "float32") -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from stages.models import tiny_tokenizer
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**config, max_position_embeddings=8192))
+    config_class, model_class = LlamaConfig, LlamaForCausalLM
+    if "num_experts" in config:
+        config_class, model_class = Qwen3MoeConfig, Qwen3MoeForCausalLM  # type: ignore[assignment]
+    model: Any = model_class(config_class(**config, max_position_embeddings=8192))  # type: ignore[arg-type]
     torch.nn.Module.to(model, getattr(torch, dtype))
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -266,12 +277,12 @@ WORK: dict[Engine, Callable[[Recipe, Ranks, Path], None]] = {"train": train, "ro
 def in_children(side: Engine, recipe: Recipe) -> int:
     """What :func:`measured` returns in a process of its own for each rank of the side: the most."""
     os.environ.update({**ENVIRONMENT, **os.environ})  # as workers have
-    dp, tp = (recipe.train.dp, recipe.train.tp) if side == "train" else (1, 1)
+    of = Ranks.of(0, recipe.train) if side == "train" else Ranks(0)
     with tempfile.TemporaryDirectory(prefix="adk-memory-") as other, ExitStack() as stack:
-        make_model(FIRST, Path(other))
-        children = [stack.enter_context(multiprocessing.get_context("spawn").Pool(1)) for _ in range(dp * tp)]
+        make_model(FIRST | (ROUTED if experts_of(config_of(recipe.model.source))[0] else {}), Path(other))
+        children = [stack.enter_context(multiprocessing.get_context("spawn").Pool(1)) for _ in range(of.world)]
         found = [
-            child.apply_async(measured, (side, recipe, other, Ranks(rank, dp, tp)))
+            child.apply_async(measured, (side, recipe, other, replace(of, rank=rank)))
             for rank, child in enumerate(children)
         ]
         return max(each.get() for each in found)

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from orchestration.recipe.model_files import experts_of
+
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
 
@@ -39,11 +41,12 @@ Parts = dict[str, int]
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a decoder, from its config. ``intermediate``: of the MLP, in a mixture of experts of all that one token
-    uses. ``head``: elements of one head."""
+    uses. ``experts``: parameters of all experts of a layer. ``head``: elements of one head."""
 
     layers: int
     width: int
     intermediate: int
+    experts: int
     heads: int
     kv_heads: int
     head: int
@@ -61,11 +64,12 @@ class Sizes:
         try:
             heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
             used = int(config.get("num_experts_per_tok") or 1)
-            one = config.get("moe_intermediate_size") if used > 1 else None
+            one = int(used > 1 and config.get("moe_intermediate_size") or config["intermediate_size"])
             return cls(
                 int(config["num_hidden_layers"]),
                 width,
-                used * int(one or config["intermediate_size"]),
+                used * one,
+                3 * experts_of(config)[0] * one * width,
                 heads,
                 int(config.get("num_key_value_heads") or heads),
                 int(config.get("head_dim") or width // heads),
@@ -116,10 +120,10 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
     adapters the others are frozen."""
     train, batch = recipe.train, micro_batch(recipe, prompt)
     item, trained = ITEM_BYTES[recipe.model.dtype], ITEM_BYTES[recipe.trained_dtype]
-    share, one = -(-learned // train.ranks), train.ranks == 1
-    frozen = -(-parameters // train.ranks) * item if recipe.adapters else 0
+    share, one = -(-learned // train.shards), train.ranks == 1
+    frozen = -(-parameters // train.shards) * item if recipe.adapters else 0
     activations, logits, gradients = max(_moments_of_a_step(recipe, sizes, batch, share * trained), key=sum)
-    layer = max(0, parameters - sizes.outside) // sizes.layers // train.tp
+    layer = max(0, (parameters - sizes.outside) // sizes.layers - sizes.experts) // train.tp + sizes.experts // train.ep
     freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
     kept = _kept(freed, item * batch.tokens * sizes.intermediate // train.tp)
     if not one and trained * layer < MAPPED_BYTES:
