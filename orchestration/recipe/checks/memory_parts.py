@@ -41,12 +41,14 @@ Parts = dict[str, int]
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a decoder, from its config. ``intermediate``: of the MLP, in a mixture of experts of all that one token
-    uses. ``experts``: parameters of all experts of a layer. ``head``: elements of one head."""
+    uses. ``experts``: parameters of all experts of a layer. ``routed``: elements of the rows that go to
+    one token's experts. ``head``: elements of one head."""
 
     layers: int
     width: int
     intermediate: int
     experts: int
+    routed: int
     heads: int
     kv_heads: int
     head: int
@@ -70,6 +72,7 @@ class Sizes:
                 width,
                 used * one,
                 3 * experts_of(config)[0] * one * width,
+                used * width if experts_of(config)[0] else 0,
                 heads,
                 int(config.get("num_key_value_heads") or heads),
                 int(config.get("head_dim") or width // heads),
@@ -106,10 +109,12 @@ def layer_bytes(sizes: Sizes, item: int, tokens: int) -> int:
     """Bytes that one layer of a decoder with gated MLPs keeps of ``tokens`` for the backward pass, ``item`` bytes a number.
     Of the two norms: float32 inputs, inverse deviations, and outputs, in a lower dtype also those before their weights. Of
     attention: queries, keys, values, outputs and log-sum-exps. Of the MLP: gate before and after its activation, up, and
-    their product."""
+    their product; of experts also the rows that they are given and return, each twice: in order of experts and of tokens."""
     norms = (2 if item == FLOAT else 4) * sizes.width
     attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head
-    each = item * (norms + 4 * sizes.intermediate + attention) + FLOAT * (2 * sizes.width + sizes.heads + 2)
+    each = item * (norms + 4 * (sizes.intermediate + sizes.routed) + attention) + FLOAT * (
+        2 * sizes.width + sizes.heads + 2
+    )
     return tokens * each
 
 
