@@ -66,7 +66,7 @@ class Sizes:
         try:
             heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
             used = int(config.get("num_experts_per_tok") or 1)
-            one = int(used > 1 and config.get("moe_intermediate_size") or config["intermediate_size"])
+            one = int((used > 1 and config.get("moe_intermediate_size")) or config["intermediate_size"])
             return cls(
                 int(config["num_hidden_layers"]),
                 width,
