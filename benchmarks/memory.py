@@ -317,7 +317,9 @@ def in_children(side: Engine, recipe: Recipe, of_torch: bool) -> int:
         return max(each.get() for each in found)
 
 
-def compare(model: Model, changes: Changes, sides: Collection[Engine], of_torch: bool = False) -> Iterator[dict[str, Any]]:
+def compare(
+    model: Model, changes: Changes, sides: Collection[Engine], of_torch: bool = False
+) -> Iterator[dict[str, Any]]:
     """Derived parts and measured bytes of each side of a case."""
     with tempfile.TemporaryDirectory(prefix="adk-memory-") as home:
         if not isinstance(model, str):
