@@ -55,16 +55,17 @@ def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) ->
     """``llama``: tied embeddings. ``biased``: a head of its own, and biases everywhere. ``qwen3``: norms of queries and
     keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides. ``moe``: a buffer
     that decides on experts, and experts that checkpoints have one by one. ``gathered``: norms over all heads. ``fused``:
-    several matrices in one."""
+    several matrices in one. ``grouped``: eight heads of queries, two of keys. ``sinks``: attention sinks, and windows."""
     torch.manual_seed(seed)
     model: PreTrainedModel
     if kind == "moe":
         return family_model("DeepSeek-V3", seed=seed, dtype=dtype)
-    if kind in ("gathered", "fused"):
-        family = {"gathered": "OLMo 2", "fused": "Phi-3"}[kind]
+    if kind in ("gathered", "fused", "sinks"):
+        family = {"gathered": "OLMo 2", "fused": "Phi-3", "sinks": "gpt-oss"}[kind]
         return family_model(family, seed=seed, dtype=dtype, vocab_size=VOCABULARY)
-    if kind == "qwen3":
-        config = Qwen3Config(**SIZES, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
+    if kind in ("qwen3", "grouped"):
+        heads = {"num_attention_heads": 8} if kind == "grouped" else {}
+        config = Qwen3Config(**{**SIZES, **heads}, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
         model = Qwen3ForCausalLM(config)
     else:
         biased = {"attention_bias": True, "mlp_bias": True} if kind == "biased" else {}

@@ -46,6 +46,7 @@ from stages.adapters.training import fill_adapters
 from stages.engines.strategies import Ranks
 from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.parallel.context import ContextParallel, divide, heads_problem
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.tensor import cut_matrices
 from stages.engines.torch.train import Result, TorchTrainEngine, take_over
@@ -126,6 +127,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         weights: WeightFiles | None = None,
         store: dist.Store | None = None,
         timeout: float = 300.0,
+        context_parallel: ContextParallel = "ulysses",
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
@@ -137,7 +139,13 @@ class ShardedTrainEngine(TorchTrainEngine):
             join(ranks, store, device, timeout)
             self._secret = bytes(store.get(_SECRET))
         self._base: dict[str, torch.Tensor] = {}  # on rank 0: what exports add adapters to, where no file has it
+        self._context_parallel: ContextParallel = context_parallel
+        heads = model.config.get_text_config().num_attention_heads if ranks.cp > 1 else ranks.tp
+        if problem := heads_problem(heads, ranks.tp, ranks.cp, context_parallel):
+            raise ValueError(f"cp: {problem}; use context_parallel = 'ring'")
         super().__init__(model, device=device, **options)
+        if self._token_budget is not None:
+            self._token_budget *= ranks.cp
 
     def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
         ranks, kind = self.ranks, self.device.type
@@ -175,7 +183,11 @@ class ShardedTrainEngine(TorchTrainEngine):
         return self.model(compute, *arguments)  # type: ignore[no-any-return]
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._run(super()._compute, packed)
+        if self._meshes.cp is None:
+            return super()._compute(packed)
+        share = divide(packed, self._meshes.cp.get_group(), self._context_parallel)
+        logprobs, entropy, values = super()._compute(share.fed)
+        return share.whole(logprobs), share.whole(entropy), share.whole(values)
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         if not passes:
@@ -216,7 +228,9 @@ class ShardedTrainEngine(TorchTrainEngine):
         heads = []  # of values: whole on every rank, which has added up the gradient of its own rows
         for head in self._value_head.values():
             head.grad = torch.zeros_like(head) if head.grad is None else head.grad
-            dist.all_reduce(head.grad, group=self._meshes.replicas.get_group())
+            for mesh in (self._meshes.replicas, self._meshes.cp):
+                if mesh is not None:
+                    dist.all_reduce(head.grad, group=mesh.get_group())
             heads.append(head.grad)
         if heads:
             by_copies.setdefault(self.ranks.world, []).extend(heads)

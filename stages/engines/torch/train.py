@@ -364,6 +364,9 @@ class TorchTrainEngine:
         self._forget_gradients()
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._run(self._outputs, packed)
+
+    def _outputs(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """float32 [T], [T], [T]: the logprobs of ``packed.targets``; the entropies of the distributions that they are of,
         empty where nothing is trained; and the values of the states before the targets, empty without a value head."""
         hidden = self._hidden(packed)

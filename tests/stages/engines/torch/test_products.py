@@ -19,13 +19,28 @@ from tests.stages.products import after_steps, first_step, name_of
 from tests.stages.sharded import OPTIONS, gradients_of_step, model_of, positions, resumed, saved
 from tests.stages.sharded import algorithm as grpo
 
-# kind of model (see tests/stages/sharded.py), strategies
-PRODUCTS: list[tuple[str, dict[str, int]]] = [
-    ("qwen3", {"dp": 4, "dp_replicate": 2}),
-    ("biased", {"dp": 2, "dp_replicate": 2, "tp": 2}),
-    ("llama", {"dp": 4, "dp_replicate": 2, "tp": 2}),
+# kind of model (see tests/stages/sharded.py), strategies, and options of the engine
+RING = {"context_parallel": "ring"}
+PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("qwen3", {"dp": 4, "dp_replicate": 2}, {}),
+    ("biased", {"dp": 2, "dp_replicate": 2, "tp": 2}, {}),
+    ("llama", {"dp": 4, "dp_replicate": 2, "tp": 2}, {}),
+    ("qwen3", {"cp": 2}, {}),
+    ("qwen3", {"cp": 2}, RING),
+    ("grouped", {"cp": 4}, {}),
+    ("grouped", {"cp": 4}, RING),
+    ("grouped", {"dp": 2, "cp": 2}, {}),
+    ("grouped", {"dp": 2, "tp": 2, "cp": 2}, {}),
+    ("llama", {"dp": 2, "tp": 2, "cp": 2}, RING),
+    ("grouped", {"dp": 2, "dp_replicate": 2, "cp": 2}, RING),
+    ("sinks", {"cp": 2}, {}),
+    ("sinks", {"cp": 2}, RING),
 ]
-each = pytest.mark.parametrize(("kind", "chosen"), PRODUCTS, ids=[f"{kind}-{name_of(of)}" for kind, of in PRODUCTS])
+each = pytest.mark.parametrize(
+    ("kind", "chosen", "options"), PRODUCTS, ids=[f"{kind}-{name_of(*of)}" for kind, *of in PRODUCTS]
+)
+# A checkpoint of one product, resumed at the next.
+RESUMED = [(kind, first, then) for (kind, first, _), (_, then, _) in pairwise(PRODUCTS[:7])]
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +53,15 @@ def alone(kind: str) -> dict[str, Any]:
     engine = TorchTrainEngine(model_of(kind), **OPTIONS)
     logprobs = [row.tolist() for row in engine.logprobs(make_batch()).unbind()]
     gradients, metrics = gradients_of_step(engine, make_batch(), grpo())
-    return {"metrics": metrics, "logprobs": logprobs, "gradients": gradients, "steps": after_steps(None, kind)}
+    return {"metrics": metrics, "logprobs": logprobs, "gradients": gradients, "steps": after_steps(None, kind, {})}
 
 
 @each
-def test_gradients_and_three_steps_are_those_of_one_process(kind: str, chosen: dict[str, int]) -> None:
+def test_gradients_and_three_steps_are_those_of_one_process(
+    kind: str, chosen: dict[str, int], options: dict[str, Any]
+) -> None:
     """Gradients within 1e-5 in float32; weights after three steps within 1e-4 in float64, where rounding grows less."""
-    expected, found = alone(kind), of_product(chosen, first_step, kind)
+    expected, found = alone(kind), of_product(chosen, first_step, kind, options)
     shares = positions(chosen.get("dp", 1))
     for rank, result in enumerate(found):
         got, wanted = dict(result["metrics"]), dict(expected["metrics"])
@@ -64,8 +81,8 @@ def test_gradients_and_three_steps_are_those_of_one_process(kind: str, chosen: d
 
 @pytest.mark.parametrize(
     ("kind", "first", "then"),
-    [(kind, first, then) for (kind, first), (_, then) in pairwise(PRODUCTS)],
-    ids=[f"{kind}-{name_of(first)}-{name_of(then)}" for (kind, first), (_, then) in pairwise(PRODUCTS)],
+    RESUMED,
+    ids=[f"{kind}-{name_of(first)}-{name_of(then)}" for kind, first, then in RESUMED],
 )
 def test_a_checkpoint_of_one_product_resumes_at_another_bit_for_bit(
     kind: str, first: dict[str, int], then: dict[str, int], tmp_path: Path
