@@ -36,6 +36,7 @@ from stages.algorithms import Drop
 from stages.difficulty import Difficulty
 from stages.engines.protocols import Completion, GroupRequest, TrainEngine
 from stages.flow.adapter import outputs_of
+from stages.flow.catalogue import ROUTED
 from stages.gate import columns
 from stages.prompts.sources import Prompt, load_prompts
 from stages.rewards.stage import score_rows
@@ -159,5 +160,7 @@ def _batch(completions: list[Completion]) -> TensorDict:
     rows["place"] = torch.tensor([c.place for c in completions])
     rows["response_ids"] = torch.nested.nested_tensor([c.token_ids for c in completions], layout=torch.jagged)
     rows["rollout_logprobs"] = torch.nested.nested_tensor([c.logprobs for c in completions], layout=torch.jagged)
+    if chosen := [c.routed_experts.flatten() for c in completions if c.routed_experts is not None]:
+        rows[ROUTED] = torch.nested.nested_tensor(chosen, layout=torch.jagged)
     rows["truncated"] = torch.tensor([c.finish_reason == "length" for c in completions])
     return rows

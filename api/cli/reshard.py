@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api.cli.output import table
-from orchestration.recipe.checks.relations import heads_divide
+from orchestration.recipe.checks.relations import experts_divide, heads_divide
 from orchestration.recipe.field_problems import missing_parallelism
 from orchestration.recipe.planner import (
     beyond_engine,
@@ -125,8 +125,10 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
             key = f"train.{part.partition('=')[0]}"
             yield f"the train engine does not run this layout: {part}: {missing_parallelism(key)}"
         return
-    train = recipe.train.model_copy(update={"dp": layout.dp_replicate * layout.dp_shard, "tp": layout.tp})
-    problems = [str(problem) for problem in heads_divide(recipe.model_copy(update={"train": train}))]
+    sizes = {"dp": layout.dp_replicate * layout.dp_shard, "dp_replicate": layout.dp_replicate}
+    train = recipe.train.model_copy(update={**sizes, "tp": layout.tp, "ep": layout.ep})
+    laid_out = recipe.model_copy(update={"train": train})
+    problems = [str(problem) for problem in (*heads_divide(laid_out), *experts_divide(laid_out))]
     if not problems and layout.tp > 1:
         import torch
         from transformers import AutoModelForCausalLM

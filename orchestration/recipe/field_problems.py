@@ -35,7 +35,6 @@ TOML_TYPES = {bool: "boolean", int: "whole number", float: "number", str: "text"
 FUTURE_KEYS = {
     "train.pp": ("pipeline", "dp=2,pp=2"),
     "train.cp": ("context", "dp=4"),  # dp=2 times cp=2
-    "train.ep": ("expert", "dp=2,ep=2"),
     "train.etp": ("expert tensor", "dp=2,tp=2,etp=2"),
 }
 
@@ -49,8 +48,10 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 
 def missing_parallelism(key: str) -> str:
-    """Says which parallelism the train engine lacks for ``key``, one of :data:`FUTURE_KEYS`."""
-    return f"the train engine has no {FUTURE_KEYS[key][0]} parallelism, only dp and tp"
+    """Says which parallelism the train engine lacks for ``key``, one of :data:`FUTURE_KEYS` or ``train.ep_order``."""
+    if key == "train.ep_order":
+        return "in the train engine neighbours hold different experts"
+    return f"the train engine has no {FUTURE_KEYS[key][0]} parallelism, only dp, tp and ep"
 
 
 def field_problem(error: ErrorDetails, prefix: str = "", allowed: Collection[str] | None = None) -> Problem:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from orchestration.recipe.model_files import experts_of, text_config
 from orchestration.recipe.problems import value_or_none
 from stages.algorithms import NamedAlgorithm, build_algorithm
-from stages.flow.catalogue import PROMPT, RESPONSE, catalogue
+from stages.flow.catalogue import PROMPT, RESPONSE, ROUTED, catalogue, expert_type
 from stages.flow.declarations import BASE, Columns, StageDeclaration, itemsize
 from stages.flow.resolver import Flow, resolve
 from stages.flow.user_stage import UserStage, declaration_of, stage_class
@@ -34,6 +35,7 @@ def flow_of(recipe: Recipe) -> Flow:
         stages=declared,
         given_responses=given,
         critic=algorithm.critic_algorithm() is not None,
+        routed=expert_type(experts_of(text_config(recipe.model.source))[0]) if recipe.train.router == "replay" else "",
         in_training=[name for name, by in algorithm.scores.items() if by == BASE],
     )
     rated: Columns = {"reward": "float32"} if recipe.prompts.sampling == "difficulty" else {}
@@ -87,10 +89,10 @@ def stage_columns(recipe: Recipe) -> Columns:
 
 
 def column_bytes(recipe: Recipe) -> int:
-    """Bytes of a sample, at most, in the ragged columns and texts beside those of prompts, responses and a reference. 0 for
-    a flow that cannot be resolved, which is reported elsewhere."""
+    """Bytes of a sample, at most, in the ragged columns and texts beside those of prompts, responses, their experts and a
+    reference. 0 for a flow that cannot be resolved, which is reported elsewhere."""
     columns = value_or_none(lambda: flow_of(recipe).columns) or {}
-    others = [kind for name, kind in columns.items() if name not in (*PROMPT, *RESPONSE, "ref_logprobs")]
+    others = [kind for name, kind in columns.items() if name not in (*PROMPT, *RESPONSE, ROUTED, "ref_logprobs")]
     tokens = recipe.rollout.max_tokens
     sizes = [TEXT_BYTES if kind == "text" else itemsize(kind) for kind in others if kind == "text" or " ragged" in kind]
     return sum(sizes) * tokens

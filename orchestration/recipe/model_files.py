@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from stages.prompts.files import PromptError, Reading, kind_of, open_file
 KNOWN_MODELS = ("smollm2", "tiny", "tiny-moe", "mock")  # sources that are no folder
 PLAIN_MODELS = ("tiny", "tiny-moe", "mock")  # sources without a chat template
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configs
 GENERATION = "generation_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -55,6 +56,14 @@ def text_config(source: str) -> dict[str, Any]:
         return {}
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
+
+
+def experts_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the experts of a layer, and the numbers of experts that all layers together choose for a token, at most; 0
+    and 0 for a model without."""
+    experts = next((config[key] for key in EXPERTS if isinstance(config.get(key), int)), 0)
+    chosen = (config.get("num_experts_per_tok") or 0) * (config.get("num_hidden_layers") or 0)
+    return (experts, chosen) if experts and chosen else (0, 0)
 
 
 def parameters_in(source: str) -> int:

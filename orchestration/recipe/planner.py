@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Engine, memory
 from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
-from orchestration.recipe.model_files import parameters_in, text_config
+from orchestration.recipe.model_files import experts_of, parameters_in, text_config
 from orchestration.recipe.problems import Problem, value_or_none
 from stages.algorithms import build_algorithm
+from stages.flow.catalogue import expert_type
+from stages.flow.declarations import itemsize
 from stages.flow.graph import document
 from stages.prompts.options import PromptLimits
 
@@ -208,11 +210,21 @@ def _response_bytes(recipe: Recipe, steps: int, *, parked: bool) -> int:
     flow, tokens = recipe.staleness_plan, recipe.rollout.max_tokens
     retained = steps * flow.groups_per_step
     # int64 ids and float32 logprobs of rollout and of a reference, in one block for each stage that writes.
-    response = (8 + 4 + 4) * tokens + column_bytes(recipe) + (4 + len(recipe.stages)) * BLOCK_BYTES
+    routed = routed_bytes(recipe)
+    response = (8 + 4 + 4) * tokens + routed + column_bytes(recipe) + (4 + len(recipe.stages)) * BLOCK_BYTES
     # A block of parked rows is released with the last of them.
-    progress = 2 * ((8 + 4) * tokens + BLOCK_BYTES) if parked else 0
+    progress = 2 * ((8 + 4) * tokens + routed + BLOCK_BYTES) if parked else 0
     groups_bytes = (flow.groups_in_flight + retained) * response + flow.groups_in_flight * progress
     return recipe.algorithm.group_size * groups_bytes
+
+
+def routed_bytes(recipe: Recipe) -> int:
+    """Bytes of a sample's column ``routed_experts``, at most; 0 for a run without."""
+    if recipe.train.router == "own":
+        return 0
+    experts, chosen = experts_of(config_of(recipe.model.source))
+    tokens = (recipe.prompts.max_prompt_tokens or LONGEST_PROMPT) + recipe.rollout.max_tokens - 1
+    return tokens * chosen * itemsize(expert_type(experts))
 
 
 def prompt_limits(recipe: Recipe) -> PromptLimits:
@@ -281,8 +293,9 @@ def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
 
 def beyond_engine(layout: Layout) -> list[str]:
     """The parts of ``layout`` that the train engine does not have."""
-    others = {name: getattr(layout, name) for name in ("pp", "ep", "etp")}
-    return [f"{name}={size}" for name, size in others.items() if size not in (None, 1)]
+    others = {name: getattr(layout, name) for name in ("pp", "etp")}
+    beyond = [f"{name}={size}" for name, size in others.items() if size not in (None, 1)]
+    return beyond + (["ep_order=outer"] if layout.ep_order == "outer" and layout.ep > 1 else [])
 
 
 def reshard_plan(

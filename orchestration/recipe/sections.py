@@ -302,6 +302,10 @@ class TrainSection(Strategies, Section):
     kernels: Literal["auto", "plain"] = key(
         "auto", "`plain`: no fused or faster functions of the device, to compare with."
     )
+    router: Literal["own", "replay"] = key(
+        "own",
+        "Of a model with experts: train with the trainer's `own` choices, or `replay` those of the rollout engine.",
+    )
     threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key({}, 'Latency model of `engine = "mock"`.')
 

@@ -198,6 +198,7 @@ def _torch_rollout(
         adapters=recipe.adapters,
         first=_first_adapters(recipe, weights),
         context=longest_row(recipe),
+        routed_experts=recipe.train.router == "replay",
     )
 
 

@@ -36,7 +36,7 @@ from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import kind_of, remote_workers
-from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, REWINDS, ProcessLauncher, Pulse, beat
+from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, OVER, REWINDS, ProcessLauncher, Pulse, beat
 from orchestration.run.paths import HOST_VARIABLE, RunPaths
 from orchestration.run.run import RECIPE, sweep_leftovers
 from pipeline.events import ENDED, WorkerEvent
@@ -85,6 +85,8 @@ class Host:
         try:
             while await self._work(stop):
                 log.info("the run goes on from a checkpoint; this host joins it again", host=self.name)
+            await self._index.put(f"beat:{self.name}", OVER)
+            await self._index.wake(HOSTS)
         except IndexUnreachable as lost:
             if not self._index_is_heads:
                 raise

@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -35,6 +36,7 @@ BEAT_SECONDS = 2.0  # between two signs of life of a host
 LOST_SECONDS = 10.0  # without one, a host is lost with its workers
 ORDERS, HOSTS = "orders", "hosts"  # a log, and the topic that wakes readers of documents about workers on hosts
 REWINDS = "rewinds"  # a document: how often the run went on from a checkpoint, and what hosts had was gone
+OVER = "over"  # in place of a sign of life: the host has seen that the run has ended
 HEAD = "head"  # in place of a host's name: in its signs of life; that of an order which none may take any more
 
 Worker = tuple[str, int]  # kind and number
@@ -179,6 +181,7 @@ class RemoteLauncher:
         self.index, self.hosts, self._local, self.remote = index, hosts, local, set(remote)
         self._orders, self._ordering = 0, asyncio.Lock()
         self._lost: dict[str, str] = {}  # host → why
+        self.taken: set[str] = set()  # hosts that have taken orders
         self._beating = asyncio.create_task(beat(index, HEAD)) if remote else None
 
     async def begin(self) -> None:
@@ -227,6 +230,15 @@ class RemoteLauncher:
                 await self.index.suspect_warehouse(record.number, 0.0)
         await self.index.emit(WorkerEvent(stage="host", worker=host, change="died", reason=reason))
 
+    async def until_hosts_ended(self, seconds: float) -> None:
+        """Wait, for at most so many ``seconds``, until the hosts have seen that the run has ended: their index ends next."""
+        after = ""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                for host in self.taken - self._lost.keys():
+                    while await self.index.get(f"beat:{host}") != OVER:
+                        after = await self.index.woken(HOSTS, after, BEAT_SECONDS) or after
+
     def close(self) -> None:
         """Give no more signs of life: hosts end. Its workers end by themselves before, or are ended one by one."""
         if self._beating is not None:
@@ -260,6 +272,7 @@ class RemoteLife:
             if taken == HEAD:  # no host has taken the order, and none will
                 return -signal.SIGKILL
             pulse = pulse or Pulse(self._index) if taken else None
+            self._launcher.taken |= {taken} - {""}
             host = taken or placed or ""
             reason = self._launcher.lost(host)
             if not reason and pulse is not None and await pulse.silent(taken) > LOST_SECONDS:

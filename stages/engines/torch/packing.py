@@ -82,9 +82,8 @@ class PackedBatch:
     source: torch.Tensor  # int64 [T], which of the U predicts the token
     targets: torch.Tensor  # int64 [T]
     longest: int  # tokens of a sequence that are fed
-    attend: Callable[..., torch.Tensor] | None = (
-        None  # instead of attention(): of ranks that have parts of the S tokens each
-    )
+    experts: torch.Tensor | None = None  # uint8 or int16 [S, layers * top-k] that routers choose; None: as they do
+    attend: Callable[..., torch.Tensor] | None = None  # instead of attention(), where ranks have a part of the S each
 
 
 @dataclass
@@ -102,8 +101,14 @@ class Feeding:
         self.packed = packed
 
 
-def pack(prompts: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> PackedBatch:
-    """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are counted in this order."""
+def pack(
+    prompts: Sequence[torch.Tensor],
+    rows: Sequence[Sequence[torch.Tensor]],
+    device: torch.device,
+    experts: Sequence[Sequence[torch.Tensor]] = (),
+) -> PackedBatch:
+    """Pack ``rows[i]``, the responses to ``prompts[i]``, longer ones first. The T tokens are counted in this order.
+    ``experts[i]``: the choices that routers follow, of the fed tokens of these rows; a prompt takes those of its first."""
     ids, positions, pieces, source = [], [], [], []
     at = 0
     for prompt, responses in zip(prompts, rows, strict=True):
@@ -120,6 +125,8 @@ def pack(prompts: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]]
         apart = slice(prompt_end, max([prompt_end, *(block.end for block in blocks if not block.joined)]))
         pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, torch.cat(own)[: apart.stop - apart.start]))
         at = row_start
+    pairs = zip(prompts, experts, strict=False)
+    chosen = [part for prompt, of in pairs for part in (of[0][: len(prompt)], *(row[len(prompt) :] for row in of))]
     places, which = torch.cat(source).unique(return_inverse=True)
     return PackedBatch(
         ids=torch.cat(ids)[None].to(device),
@@ -129,6 +136,7 @@ def pack(prompts: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]]
         source=which.to(device),
         targets=torch.cat([response for responses in rows for response in responses]).to(device),
         longest=max(len(p) + len(r) - 1 for p, responses in zip(prompts, rows, strict=True) for r in responses),
+        experts=torch.cat(chosen).to(device) if chosen else None,
     )
 
 

@@ -55,7 +55,8 @@ class TorchRolloutEngine:
     ``context``: tokens of the longest sequence, by which a model with longrope takes its long factors for all sequences;
     train engines of the run get the same.
     ``adapters``: the weights that the engine takes are those of adapters beside the model's linear layers; it begins with
-    ``first`` of them, or zeros. Raises ``ValueError`` for a model that keeps its own attention, or cannot have the adapters.
+    ``first`` of them, or zeros. ``routed_experts``: completions have the experts that the model's routers chose. Raises
+    ``ValueError`` for a model that keeps its own attention, or cannot have the adapters.
     """
 
     def __init__(
@@ -73,13 +74,22 @@ class TorchRolloutEngine:
         adapters: AdapterOptions | None = None,
         first: Mapping[str, torch.Tensor] | None = None,
         context: int | None = None,
+        routed_experts: bool = False,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
         chosen = devices.select() if device is None else torch.device(device)
         static = chosen.type != "cpu" if accelerated is None else accelerated
         self._decoder = run_in_temporary_thread(
-            lambda: TorchDecoder(model, chosen, static=static, packed=packed, context=context, adapters=adapters)
+            lambda: TorchDecoder(
+                model,
+                chosen,
+                static=static,
+                packed=packed,
+                context=context,
+                adapters=adapters,
+                routed_experts=routed_experts,
+            )
         )
         if first is not None:
             self.fill(first)

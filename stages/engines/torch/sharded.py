@@ -47,6 +47,7 @@ from stages.engines.strategies import Ranks
 from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.parallel.context import ContextParallel, divide, heads_problem
+from stages.engines.torch.parallel.experts import deal_experts
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.tensor import cut_matrices
 from stages.engines.torch.train import Result, TorchTrainEngine, take_over
@@ -159,6 +160,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         if self._meshes.tp is not None:
             cut_matrices(self.model, self._meshes.tp)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
+        for experts in deal_experts(self.model, self._meshes):
+            _shard(experts, self._meshes.experts, policy, 1.0)
         layers = _layers(self.model)
         for layer in layers:
             _shard(layer, self._meshes.layers, policy, 1.0)
@@ -198,6 +201,11 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
         return self._gathered(values.flatten()).sum(0).view_as(values).cpu()
+
+    def _total_of_tokens(self, counts: torch.Tensor) -> torch.Tensor:
+        if self._meshes.cp is not None:
+            dist.all_reduce(counts := counts.to(self.device, copy=True), group=self._meshes.cp.get_group())
+        return self._total(counts)
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         names = sorted(metrics)
@@ -300,19 +308,20 @@ class ShardedTrainEngine(TorchTrainEngine):
 
 def fused(model: ModelState) -> str:
     """Returns the first tensor of a layer that has several matrices in one, or "". Tensor-parallel ranks cut its rows, not
-    each matrix."""
-    layers = (t.name for t in model.tensors if len(t.parts) > 1 and model.by_name[t.parts[0]].layer is not None)
-    return next(layers, "")
+    each matrix; experts they do not cut."""
+    firsts = ((tensor.name, model.by_name[tensor.parts[0]]) for tensor in model.tensors if len(tensor.parts) > 1)
+    return next((name for name, first in firsts if first.layer is not None and not first.expert), "")
 
 
 def layout_of(ranks: Ranks) -> Layout:
-    """Returns where the weights of layers are. Context-parallel ranks are further shards of them."""
-    return Layout(ranks.dp_replicate, ranks.dp // ranks.dp_replicate * ranks.cp, ranks.tp)
+    """Returns where the weights of layers are; experts are not cut (``etp`` 1). Context-parallel ranks are further shards of
+    them."""
+    return Layout(ranks.dp_replicate, ranks.dp // ranks.dp_replicate * ranks.cp, ranks.tp, ranks.ep, etp=1)
 
 
 def ranks_of(layout: Layout) -> Ranks:
     """Returns the ranks of which :func:`layout_of` is ``layout``."""
-    return Ranks(0, layout.dp_replicate * layout.dp_shard, layout.tp, layout.dp_replicate)
+    return Ranks(0, layout.dp_replicate * layout.dp_shard, layout.tp, layout.dp_replicate, ep=layout.ep)
 
 
 def placement(model: ModelState, ranks: Ranks) -> Placement:

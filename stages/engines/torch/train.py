@@ -30,6 +30,7 @@ from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.plans import GroupShape, Piece, plan_micro_batches
 from stages.engines.torch.attention_interface import PROBE, check_logits, fix_rope, replace_attention
+from stages.engines.torch.experts.routing import RoutingReplay
 from stages.engines.torch.head import logit_scale, values_of
 from stages.engines.torch.head import value_head as value_head_of
 from stages.engines.torch.layers import use_fast_layers, use_fast_norms, use_fused_layers
@@ -43,6 +44,7 @@ from stages.engines.torch.optimizer import (
     renew,
 )
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
+from stages.engines.torch.parallel.experts import ExpertLoad
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.flow.declarations import BASE, IN_TRAINING
 from stages.resharding.swap import local_part, local_weights, training_state
@@ -137,6 +139,7 @@ class TorchTrainEngine:
         self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
         self._grad_clip, self._token_budget, self._threads = grad_clip, token_budget, threads
         self._feeding = Feeding(fix_rope(model, context), fused=kernels == "auto")
+        self._routing = RoutingReplay(model, self._feeding)
         self._divisor, self._softcap = logit_scale(model.config)
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
         _prepare(model, activation_checkpointing)
@@ -144,6 +147,7 @@ class TorchTrainEngine:
         if self.device.type == "cpu" and kernels == "auto":
             use_fast_norms(model)
         self._dtype = model.dtype  # of the arithmetic
+        self.expert_load = ExpertLoad(model, self.device)
         self._adapters = adapters
         self._adapter_config = add_adapters(model, adapters) if adapters else {}
         self._plain_forward = model.forward
@@ -187,6 +191,10 @@ class TorchTrainEngine:
         """``values`` added up over all ranks."""
         return values
 
+    def _total_of_tokens(self, counts: torch.Tensor) -> torch.Tensor:
+        """``counts`` of the tokens that each rank was fed, added up over all ranks."""
+        return counts
+
     def _idle_pass(self) -> torch.Tensor:
         """One pass through the model on one token, while other ranks have work. Returns a logprob [1]."""
         token = torch.zeros(1, dtype=torch.int64)
@@ -213,6 +221,7 @@ class TorchTrainEngine:
         result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
         a loss or a gradient is not finite."""
         groups, responses = _groups(batch)
+        experts = self._routing.rows(batch)
         wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
         found = _scores_by(self, batch, set(wanted.values()))
         given = TrainBatch(batch, algorithm, self._total, {name: found[by] for name, by in wanted.items()})
@@ -228,7 +237,7 @@ class TorchTrainEngine:
             options["lr"] = learning_rate
         steps = []
         for part, plan in parts * algorithm.epochs:
-            metrics = self._optimize(part, plan, responses, given, algorithm)
+            metrics = self._optimize(part, plan, responses, experts, given, algorithm)
             steps.append({**metrics, "learning_rate": learning_rate})
         return over_steps(steps)
 
@@ -237,6 +246,7 @@ class TorchTrainEngine:
         groups: Sequence[_Group],
         plan: Sequence[Sequence[Piece]],
         responses: Sequence[torch.Tensor],
+        experts: Sequence[torch.Tensor],
         given: TrainBatch,
         algorithm: AlgorithmLike,
     ) -> dict[str, float]:
@@ -251,36 +261,36 @@ class TorchTrainEngine:
         fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
         try:
-            for pieces in plan:
-                logprobs, entropy, values = self._compute(_packed(groups, pieces, responses, self.device))
-                numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
-                tokens = given.tokens(
-                    numbers,
-                    [at for at, piece in enumerate(pieces) for _ in piece.rows],
-                    logprobs,
-                    entropy,
-                    values if self._value_head else None,
-                    total_tokens=total_tokens,
-                    total_rows=total_rows,
-                    total_groups=total_groups,
-                )
-                if not len(tokens.row):  # all are left out: nothing to learn, but other ranks compute with this one
-                    tokens.logprobs.sum().backward()
-                    continue
-                output = algorithm.loss(tokens)
-                output.loss.backward()
-                measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
-                measured["entropy"] = tokens.entropy.sum() / total_tokens  # type: ignore[union-attr]
-                for name, value in measured.items():
-                    before = sums.get(name)
-                    together = torch.maximum if name.startswith("max_") else torch.add
-                    sums[name] = value if before is None else together(before, value)
+            with self.expert_load:
+                for pieces in plan:
+                    logprobs, entropy, values = self._compute(_packed(groups, pieces, responses, self.device, experts))
+                    numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
+                    tokens = given.tokens(
+                        numbers,
+                        [at for at, piece in enumerate(pieces) for _ in piece.rows],
+                        logprobs,
+                        entropy,
+                        values if self._value_head else None,
+                        total_tokens=total_tokens,
+                        total_rows=total_rows,
+                        total_groups=total_groups,
+                    )
+                    if not len(tokens.row):  # all are left out: nothing to learn, but other ranks compute with this one
+                        tokens.logprobs.sum().backward()
+                        continue
+                    output = algorithm.loss(tokens)
+                    output.loss.backward()
+                    measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
+                    measured["entropy"] = tokens.entropy.sum() / total_tokens  # type: ignore[union-attr]
+                    _add(sums, measured)
             for _ in range(passes - len(plan)):
                 idle = self._idle_pass()
                 idle.backward(torch.zeros_like(idle))
-            added = self._add_up({name: value.item() for name, value in sums.items()} | {"fed_tokens": float(fed)})
-            loss, fed_tokens = added.pop("loss"), added.pop("fed_tokens")
+            own = {"fed_tokens": float(fed), **self.expert_load.metrics(self._total_of_tokens)}
+            added = self._add_up({name: value.item() for name, value in sums.items()} | own)
+            loss, engine_metrics = added.pop("loss"), {name: added.pop(name) for name in own}
             gap, metrics = split_gap(added)
+            gap |= self._routing.metrics(self._total_of_tokens)
             grad_norm = self._clip()
             if not (math.isfinite(grad_norm) and math.isfinite(loss)):
                 raise FloatingPointError(
@@ -292,34 +302,14 @@ class TorchTrainEngine:
             self.step += 1
         finally:
             self._forget_gradients()
-        return {"loss": loss, "grad_norm": grad_norm, "fed_tokens": fed_tokens, **gap, **algorithm.finish(metrics)}
+        return {"loss": loss, "grad_norm": grad_norm, **engine_metrics, **gap, **algorithm.finish(metrics)}
 
     @torch.no_grad()
     @_repeatable
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
         """Logprobs of the response tokens, float32 jagged [B, T_i] on the CPU. Each group is computed alone, so its bits do
         not depend on the other groups."""
-        return torch.nested.nested_tensor(self._scores(batch)[0], layout=torch.jagged)
-
-    @torch.no_grad()
-    def _scores(self, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Logprobs and values of the response tokens of each row, on the CPU; values are empty without a value head."""
-        groups, responses = _groups(batch)
-        rows = [torch.empty(0)] * len(responses)
-        of_values = [torch.empty(0)] * len(responses)
-        alone = [plan_micro_batches([group.shape], self._token_budget) for group in groups]
-        plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
-        *_, passes = self._agree(0, 0, 0, len(plan))
-        for piece in plan:
-            numbers = [groups[piece.group].numbers[row] for row in piece.rows]
-            logprobs, _, values = self._compute(_packed(groups, [piece], responses, self.device))
-            lengths = [len(responses[n]) for n in numbers]
-            for found, kept in ((logprobs, rows), (values, of_values)):
-                for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
-                    kept[n] = part
-        for _ in range(passes - len(plan)):
-            self._idle_pass()
-        return rows, of_values
+        return torch.nested.nested_tensor(_scores(self, batch)[0], layout=torch.jagged)
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -383,16 +373,38 @@ class TorchTrainEngine:
         return out.last_hidden_state[0].index_select(0, packed.places)
 
 
+@torch.no_grad()
+def _scores(engine: TorchTrainEngine, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logprobs and values of the response tokens of each row, on the CPU; values are empty without a value head."""
+    groups, responses = _groups(batch)
+    experts = engine._routing.rows(batch)
+    rows = [torch.empty(0)] * len(responses)
+    of_values = [torch.empty(0)] * len(responses)
+    alone = [plan_micro_batches([group.shape], engine._token_budget) for group in groups]
+    plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
+    *_, passes = engine._agree(0, 0, 0, len(plan))
+    for piece in plan:
+        numbers = [groups[piece.group].numbers[row] for row in piece.rows]
+        logprobs, _, values = engine._compute(_packed(groups, [piece], responses, engine.device, experts))
+        lengths = [len(responses[n]) for n in numbers]
+        for found, kept in ((logprobs, rows), (values, of_values)):
+            for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
+                kept[n] = part
+    for _ in range(passes - len(plan)):
+        engine._idle_pass()
+    return rows, of_values
+
+
 def _scores_by(engine: TorchTrainEngine, batch: TensorDictBase, wanted: set[str]) -> dict[str, list[torch.Tensor]]:
     """What each of ``wanted``, which are of ``IN_TRAINING``, computes of the response tokens of each row."""
     found: dict[str, list[torch.Tensor]] = {}
     if wanted - {BASE}:
-        found = dict(zip(IN_TRAINING, engine._scores(batch), strict=False))
+        found = dict(zip(IN_TRAINING, _scores(engine, batch), strict=False))
     if BASE in wanted:
         if engine._adapters is None:
             raise ValueError("scores: 'base' is the model without its adapters, and it has none")
         with adapters_off(engine.model):
-            found[BASE] = engine._scores(batch)[0]
+            found[BASE] = _scores(engine, batch)[0]
     return found
 
 
@@ -411,11 +423,24 @@ def _export(engine: TorchTrainEngine, path: Path, state: Mapping[str, Any] | Non
 
 
 def _packed(
-    groups: Sequence[_Group], pieces: Sequence[Piece], responses: Sequence[torch.Tensor], device: torch.device
+    groups: Sequence[_Group],
+    pieces: Sequence[Piece],
+    responses: Sequence[torch.Tensor],
+    device: torch.device,
+    experts: Sequence[torch.Tensor],
 ) -> PackedBatch:
-    """The pieces' response tokens, piece by piece, row by row."""
-    rows = [[responses[groups[piece.group].numbers[row]] for row in piece.rows] for piece in pieces]
-    return pack([groups[piece.group].prompt for piece in pieces], rows, device)
+    """The pieces' response tokens, piece by piece, row by row. ``responses``, ``experts``: of each row; the latter may be
+    empty."""
+    numbers = [[groups[piece.group].numbers[row] for row in piece.rows] for piece in pieces]
+    rows, chosen = ([[of[number] for number in some] for some in numbers if len(of)] for of in (responses, experts))
+    return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
+
+
+def _add(sums: dict[str, torch.Tensor], measured: Mapping[str, torch.Tensor]) -> None:
+    """Add a micro-batch's metrics to ``sums``; of those called ``max_…`` keep the largest."""
+    for name, value in measured.items():
+        together = torch.maximum if name.startswith("max_") else torch.add
+        sums[name] = together(sums[name], value) if name in sums else value
 
 
 def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:

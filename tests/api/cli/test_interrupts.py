@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import Gemma2Config, GPTNeoConfig, LlamaConfig, Qwen3MoeConfig, T5Config
+from transformers import AutoConfig, Gemma2Config, GPTNeoConfig, LlamaConfig, T5Config
 from typer.testing import CliRunner
 
 from api.cli import local_run
@@ -278,10 +278,10 @@ def test_check_asks_the_engines_by_the_model_s_config_alone(
 
 
 def test_check_says_where_a_model_has_no_tensor_parallel_plan_that_ranks_know(tmp_path: Path) -> None:
-    Qwen3MoeConfig(num_attention_heads=32, num_key_value_heads=4).save_pretrained(tmp_path)
+    AutoConfig.for_model("granite_swa", num_attention_heads=32, num_key_value_heads=4).save_pretrained(tmp_path)
     data = {**TINY, "model": {"source": str(tmp_path)}, "train": {**TINY["train"], "dp": 2, "tp": 2}}
     with pytest.raises(RecipeError) as refused:
         parse_recipe(data)
     found = {problem.key: problem for problem in refused.value.problems}
-    assert "'moe_tp_experts'" in found["train.tp"].wrong
+    assert "'local_params'" in found["train.tp"].wrong
     assert found["train.tp"].fix.startswith("set train.tp = 1")

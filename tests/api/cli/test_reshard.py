@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from api.cli import main as cli
@@ -18,7 +19,7 @@ from stages.engines.torch.sharded import placement
 from stages.models import load_config
 from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import adamw_bytes, memory, plan_reshard
-from tests.stages.resharding.models import moe_config
+from tests.stages.resharding.models import SMALL, moe_config
 
 runner = CliRunner()
 
@@ -100,8 +101,8 @@ def test_engines_of_a_separate_recipe_are_planned_as_they_are_laid_out() -> None
             "tp=4",
             "train.tp = 4: cannot share the model's num_key_value_heads = 2 evenly; use one of: 1, 2",
         ),
-        ("pp=2,tp=2", "pp=2: the train engine has no pipeline parallelism, only dp and tp"),
-        ("dp_replicate=2,tp=2", "dp_replicate=2: the train engine shards over all replicas"),
+        ("pp=2,tp=2", "pp=2: the train engine has no pipeline parallelism, only dp, tp and ep"),
+        ("dp_replicate=2,tp=2", None),
         ("dp=2,tp=2", None),
     ],
 )
@@ -115,7 +116,7 @@ def test_a_layout_that_the_train_engine_does_not_run_is_planned_and_named(layout
 
 
 def test_a_model_that_the_engine_cannot_cut_is_named_in_its_words(tmp_path: Path) -> None:
-    moe_config().save_pretrained(tmp_path)
+    AutoConfig.for_model("granite_swa", **SMALL).save_pretrained(tmp_path)
     of = ("tiny", "--set", f"model.source={tmp_path}", "--json", "--rollout", "dp=2")
     cut, whole = (json.loads(plan(*of, "--train", layout)[1])["notes"] for layout in ("tp=2", "dp=2"))
     assert whole == []

@@ -139,7 +139,7 @@ FAULTS = [
     ("train.dp=33", "train.dp", "<= 32"),
     ("train.pp=2", "train.pp", "set train.dp and train.tp; `asyncdock plan reshard RECIPE --train dp=2,pp=2`"),
     ("train.cp=2", "train.cp", "`asyncdock plan reshard RECIPE --train dp=4`, in which ranks of cp count as dp"),
-    ("train.ep=2", "train.ep", "only dp and tp"),
+    ("train.ep=2", "train.ep", "set train.ep = 1"),
     ("nonsense", "--set", "train.steps=10"),
     ("train.steps.more=1", "--set", "section"),
     ("reward.functions.7.weight=1", "--set", "section"),

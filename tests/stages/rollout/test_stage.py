@@ -28,7 +28,7 @@ async def test_the_first_claim_is_of_one_step_and_later_ones_fill_the_engine() -
     async def begun(*_: Any) -> tuple[list[int], None]:
         return [], None
 
-    dock, engine, params = SimpleNamespace(begun=begun), OneToken(), SamplingParams(max_tokens=1)
+    dock, engine, params = SimpleNamespace(schema=(), begun=begun), OneToken(), SamplingParams(max_tokens=1)
     options: dict[str, Any] = {"seed": 0, "group_size": 2, "most_rows": 8}
     stage = Rollout(dock, engine, params, **options, first_rows=4)  # type: ignore[arg-type]
     assert [stage.room(held) for held in (0, 2, 4)] == [2, 1, 0]

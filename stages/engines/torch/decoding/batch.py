@@ -134,7 +134,8 @@ class ContinuousBatch:
             self.decoder.join(row.group.prompt, row.whole.prompt if row.whole else None)
         sources = [row.whole or row.group for row in started]
         logits = torch.stack([source.logits for source in sources if source.logits is not None])
-        for row in started:
+        for row, source in zip(started, sources, strict=True):
+            row.start(source)
             row.whole = None
             self._leave_queue(row.group)
         first = len(self.rows) - len(started)
@@ -151,6 +152,10 @@ class ContinuousBatch:
         prompts, logits = self.decoder.prefill([group.ids for group in groups])
         for group, prompt, first in zip(groups, prompts, logits, strict=True):
             group.prompt, group.logits, group.version = prompt, first, self.version
+        if self.decoder.routing is not None:
+            parts = self.decoder.routing.split([len(group.ids) for group in groups])
+            for group, chosen in zip(groups, parts, strict=True):
+                group.routing = chosen
 
     def _leave_queue(self, group: PendingGroup) -> None:
         """Count one row of ``group`` less in the queue; without any the group releases its prompt."""
@@ -164,6 +169,9 @@ class ContinuousBatch:
         before = self._launched
         fed = before.tokens if before else torch.tensor([row.tokens[-1] for row in self.rows])
         launched = self._draw(0, self.decoder.decode(fed), unread=1 if before else 0)
+        if self.decoder.routing is not None:
+            for row, chosen in zip(self.rows, self.decoder.routing.split(1), strict=True):
+                row.routing.append(chosen)
         finished = before is not None and self._append(0, before)
         self._launched = launched
         if finished or not self._launch_ahead or self._next_may_end():

@@ -32,6 +32,7 @@ from stages.engines.torch.attention_interface import PROBE, check_logits, fix_ro
 from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
 from stages.engines.torch.decoding.llama_forward import LlamaForward, is_llama
 from stages.engines.torch.decoding.weights import DecoderWeights
+from stages.engines.torch.experts.routing import RoutingRecorder
 from stages.engines.torch.head import use_float32
 from stages.resharding.swap import separate
 
@@ -60,11 +61,13 @@ class Row:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded static step: ``replay`` reads ``inputs`` (tokens, own lengths, sharing) and fills ``logits``."""
+    """A recorded static step: ``replay`` reads ``inputs`` (tokens, own lengths, sharing) and fills ``logits`` and
+    ``routing``."""
 
     inputs: tuple[torch.Tensor, ...]
     replay: Callable[[], None]
     logits: torch.Tensor
+    routing: torch.Tensor | None
 
 
 class TorchDecoder:
@@ -73,8 +76,9 @@ class TorchDecoder:
     All calls but those of ``weights.check`` and ``weights.prepare`` come from one thread. ``static``: decode steps have few
     sizes and are recorded where the device can. ``packed``: weights are copied into oneDNN's
     layout (None: on a CPU that has it). ``context``: see :func:`~stages.engines.torch.attention_interface.fix_rope`.
-    ``adapters``: computed beside the linear layers, and zero at first. Raises ``ValueError`` for a model that keeps its own
-    attention, or cannot have the adapters.
+    ``adapters``: computed beside the linear layers, and zero at first. ``routed_experts``: record in ``routing`` the experts
+    of each token of the last forward, uint8 or int16 [T, layers * top-k]. Raises ``ValueError`` for a model that keeps its
+    own attention, or cannot have the adapters.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class TorchDecoder:
         packed: bool | None = None,
         adapters: AdapterOptions | None = None,
         context: int | None = None,
+        routed_experts: bool = False,
     ) -> None:
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = device
@@ -97,6 +102,8 @@ class TorchDecoder:
         self.rows: list[Row] = []
         self.prompts: list[Prompt] = []
         self.attention = TwoPartAttention()
+        self.routing: torch.Tensor | None = None
+        self._recorder = RoutingRecorder(self.model) if routed_experts else None
         self._sharing: SharedPrompts | None = None
         self._static = static
         can_pack = device.type == "cpu" and torch.backends.mkldnn.is_available()
@@ -183,6 +190,7 @@ class TorchDecoder:
         newest[:count] = self._put(torch.as_tensor(tokens))
         step = self._decode_recorded if self._static else self._decode_step
         logits = step(newest, own, self._sharing, longest)[:count]
+        self.routing = None if self.routing is None else self.routing[:count]
         for row in self.rows:
             row.length += 1
         return logits
@@ -207,13 +215,22 @@ class TorchDecoder:
             tokens, own, members, place, lengths = fixed
             sharing = SharedPrompts(members, place, lengths, sharing.longest, straight=False)
             self._decode_step(tokens, own, sharing, longest)  # makes room and chooses kernels, which no recording may
-            replay, logits = devices.record(self.device, lambda: self._decode_step(tokens, own, sharing, longest))
+            routing = None if self.routing is None else self.routing.clone()
+
+            def act() -> torch.Tensor:
+                logits = self._decode_step(tokens, own, sharing, longest)
+                if routing is not None and self.routing is not None:
+                    routing.copy_(self.routing)
+                return logits
+
+            replay, logits = devices.record(self.device, act)
             if self._recorded_at != self.attention.grown:  # grown for this size: older recordings read the old pools
                 self._recorded, self._recorded_at = {}, self.attention.grown
-            recorded = self._recorded[size] = _Recorded(fixed, replay, logits)
+            recorded = self._recorded[size] = _Recorded(fixed, replay, logits, routing)
         for fixed_tensor, tensor in zip(recorded.inputs, inputs, strict=True):
             fixed_tensor.copy_(tensor)
         recorded.replay()
+        self.routing = None if recorded.routing is None else recorded.routing.clone()
         return recorded.logits
 
     def clear(self) -> None:
@@ -241,6 +258,7 @@ class TorchDecoder:
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
         )
+        self.routing = None if self._recorder is None else self._recorder.last()
         return out.logits[0].float()
 
     def _share(self, count: int) -> SharedPrompts:

@@ -22,6 +22,7 @@ class PendingGroup:
     waiting: int
     prompt: Prompt | None = None
     logits: torch.Tensor | None = None  # float32 [V]
+    routing: torch.Tensor | None = None  # [P, layers * top-k]: the experts of its tokens, where they are recorded
     version: int = -1
 
 
@@ -60,6 +61,11 @@ class ResponseRow(ResponseInProgress):
         if self.begun:
             ids = torch.cat([group.ids.cpu(), torch.tensor(self.tokens)])
             self.whole = PendingGroup(group.request, ids, waiting=1)
+
+    def start(self, source: PendingGroup) -> None:
+        """Take over from the prefilled ``source`` the experts of tokens that have none yet."""
+        if source.routing is not None:
+            self.routing = [source.routing[0 if self.begun_routing is None else len(self.begun_routing) :]]
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)

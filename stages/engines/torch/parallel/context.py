@@ -76,6 +76,7 @@ def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParalle
         places=places.to(device),
         source=source.to(device),
         targets=packed.targets[_filled(of_rank[rank], longest).to(device)],
+        experts=None if packed.experts is None else packed.experts[own],
         attend=attend,
     )
     return Share(fed, answers.to(device), group)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from stages.engines.strategies import Ranks
+from stages.resharding.layout import Layout
 
 
 class Meshes:
@@ -18,7 +19,9 @@ class Meshes:
     ``layers``: the ranks that divide a layer's weights, ``("dp",)``, or with copies ``("dp_replicate", "dp")``; here
     context-parallel ranks count as data-parallel ones. ``outside``: those that divide the stage's other weights, with
     tensor-parallel ranks among them. ``tp``: None for one rank. ``replicas``: one rank of each share of the batch, with
-    this rank's part of them. ``cp``: those that divide the tokens of its replica; None for one rank.
+    this rank's part of them. ``ep``: None for one rank. ``experts``: those that divide the experts of one rank of ``ep``,
+    in the order of :mod:`stages.resharding.layout`; dimensions as those of ``layers``. ``cp``: those that divide the
+    tokens of this rank's replica; None for one rank.
     """
 
     def __init__(self, ranks: Ranks, kind: str, checked: Callable[[dist.ProcessGroup], None]) -> None:
@@ -29,6 +32,11 @@ class Meshes:
         layers = self._mesh(pp=ranks.pp, dp_replicate=copies, dp=shards, tp=ranks.tp)
         self.layers, self.tp = layers[data], layers["tp"] if ranks.tp > 1 else None
         self.outside = self._mesh(pp=ranks.pp, dp_replicate=copies, dp=shards * ranks.tp)[data]
+        dealt = Layout(copies, shards, ranks.tp, ranks.ep, etp=1)
+        same = ranks.of_stage // (ranks.ep * dealt.expert_shard)
+        experts = self._mesh(pp=ranks.pp, dp_replicate=same, dp=dealt.expert_shard, ep=ranks.ep)
+        self.ep = experts["ep"] if ranks.ep > 1 else None
+        self.experts = experts["dp_replicate", "dp"] if same > 1 else experts["dp"]
         inner = ranks.cp * ranks.tp
         self.replicas = (
             self._mesh(pp=ranks.pp, dp=ranks.dp, inner=inner)["dp"] if ranks.cp * copies > 1 else layers["dp"]

@@ -25,6 +25,9 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
 }
+EXPERTS = (
+    "moe_tp_experts"  # each rank computes whole experts for its slice of the tokens (stages/…/parallel/experts.py)
+)
 SUMMED = "replicated_with_grad_allreduce"  # each rank has the whole weight, and sees the heads that it holds
 
 
@@ -49,10 +52,10 @@ def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
         for name, module in model.base_model.named_modules()
     ]
     for name, _, style in found:
-        if style not in (None, SUMMED, *STYLES):
-            known = ", ".join([*STYLES, SUMMED])
+        if style not in (None, SUMMED, EXPERTS, *STYLES):
+            known = ", ".join([*STYLES, SUMMED, EXPERTS])
             raise ValueError(f"tp: {kind} wants {name} {style!r}; this engine knows {known}; use tp = 1")
-    return [(module, style) for _, module, style in found if style is not None]
+    return [(module, style) for _, module, style in found if style not in (None, EXPERTS)]
 
 
 def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -25,6 +25,12 @@ PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3", {"dp": 4, "dp_replicate": 2}, {}),
     ("biased", {"dp": 2, "dp_replicate": 2, "tp": 2}, {}),
     ("llama", {"dp": 4, "dp_replicate": 2, "tp": 2}, {}),
+    ("experts", {"dp": 2, "ep": 2}, {}),
+    ("experts", {"dp": 4, "ep": 4}, {}),
+    ("moe", {"dp": 2, "tp": 2, "ep": 2}, {}),
+    ("experts", {"dp": 2, "tp": 2, "ep": 4}, {}),
+    ("moe", {"dp": 1, "tp": 2}, {}),
+    ("experts", {"dp": 4, "dp_replicate": 2, "ep": 2}, {}),
     ("qwen3", {"cp": 2}, {}),
     ("qwen3", {"cp": 2}, RING),
     ("grouped", {"cp": 4}, {}),
@@ -35,12 +41,18 @@ PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("grouped", {"dp": 2, "dp_replicate": 2, "cp": 2}, RING),
     ("sinks", {"cp": 2}, {}),
     ("sinks", {"cp": 2}, RING),
+    ("experts", {"cp": 2, "ep": 2}, {}),
+    ("moe", {"dp": 2, "cp": 2, "ep": 2}, RING),
+]
+# A checkpoint of one product, resumed at the next: of models with experts, and of others.
+OF_EXPERTS = [product for product in PRODUCTS if product[0] in ("experts", "moe")]
+OTHERS = [product for product in PRODUCTS if product not in OF_EXPERTS]
+PAIRS = [
+    (kind, first, then) for some in (OTHERS, OF_EXPERTS) for (kind, first, _), (_, then, _) in pairwise(some)
 ]
 each = pytest.mark.parametrize(
     ("kind", "chosen", "options"), PRODUCTS, ids=[f"{kind}-{name_of(*of)}" for kind, *of in PRODUCTS]
 )
-# A checkpoint of one product, resumed at the next.
-RESUMED = [(kind, first, then) for (kind, first, _), (_, then, _) in pairwise(PRODUCTS[:7])]
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +78,7 @@ def test_gradients_and_three_steps_are_those_of_one_process(
     for rank, result in enumerate(found):
         got, wanted = dict(result["metrics"]), dict(expected["metrics"])
         assert got.pop("fed_tokens") >= wanted.pop("fed_tokens")  # a split group's prompt is computed again
+        assert got.pop("max_expert_load", 1.0) == pytest.approx(wanted.pop("max_expert_load", 1.0), rel=0.2)
         assert got == pytest.approx(wanted, rel=1e-5, abs=1e-7)
         assert result["metrics"] == found[0]["metrics"], "every rank returns the same"
         for at, row in zip(shares[Ranks(rank, **chosen).replica], result["logprobs"], strict=True):
@@ -81,8 +94,8 @@ def test_gradients_and_three_steps_are_those_of_one_process(
 
 @pytest.mark.parametrize(
     ("kind", "first", "then"),
-    RESUMED,
-    ids=[f"{kind}-{name_of(first)}-{name_of(then)}" for kind, first, then in RESUMED],
+    PAIRS,
+    ids=[f"{kind}-{name_of(first)}-{name_of(then)}" for kind, first, then in PAIRS],
 )
 def test_a_checkpoint_of_one_product_resumes_at_another_bit_for_bit(
     kind: str, first: dict[str, int], then: dict[str, int], tmp_path: Path

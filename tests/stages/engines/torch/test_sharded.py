@@ -421,7 +421,7 @@ def test_groups_stay_whole_where_that_balances() -> None:
         (4, {}, "num_attention_heads = 6, which 4 ranks cannot share evenly"),
         (3, {}, "num_key_value_heads = 2, which 3 ranks cannot share evenly"),
         (2, None, "Qwen3ForCausalLM comes without a tensor-parallel plan; use tp = 1"),
-        (2, {"layers.*.mlp": "moe_tp_experts"}, r"wants layers\.0\.mlp 'moe_tp_experts'; this engine knows colwise"),
+        (2, {"layers.*.mlp": "mla_kv_a_proj"}, r"wants layers\.0\.mlp 'mla_kv_a_proj'; this engine knows colwise"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_by_name(tp: int, plan: dict[str, str] | None, message: str) -> None:

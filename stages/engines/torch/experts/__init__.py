@@ -1,0 +1,1 @@
+"""Parallel strategies of the torch training engine, a file each."""

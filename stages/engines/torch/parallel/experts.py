@@ -1,0 +1,193 @@
+"""Expert parallelism: each rank holds whole experts, and tokens go to them and come back by all-to-all. None is dropped.
+
+    router ─▶ (token, expert) pairs, by expert ─▶ all-to-all ─▶ own experts ─▶ all-to-all ─▶ weighted sum of each token
+              └ tensor-parallel ranks hold the same tokens: each takes its slice of them      └▶ slices joined over tp
+
+A layer's experts are dealt out to ``ep`` neighbours among all ranks of a pipeline stage; ranks with the same experts shard
+them (FSDP2), in a unit of their own. Tensor parallelism does not cut an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from stages.engines.torch.parallel.mesh import Meshes
+
+Group = dist.ProcessGroup | None
+
+
+def expert_modules(model: nn.Module) -> list[Any]:
+    """Returns the modules of ``model`` with the weights of a layer's experts, stacked along dimension 0. Their forward takes
+    tokens [T, H], the experts of each [T, k], and the experts' weights [T, k]."""
+    stacked = ((module, module._parameters.get("down_proj")) for module in model.modules())
+    return [module for module, down in stacked if down is not None and down.ndim == 3]
+
+
+def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
+    """Deal the experts of ``model`` out to the ranks of ``meshes``. Returns the modules to be sharded over
+    ``meshes.experts``: none where ranks share neither experts nor tokens. Raises ValueError for a number of experts that
+    the ranks cannot share evenly."""
+    ep = meshes.ranks.ep
+    modules = expert_modules(model) if ep * meshes.ranks.tp > 1 else []
+    if ep > 1 and not modules:
+        raise ValueError(f"ep: {type(model).__name__} has no experts; use ep = 1")
+    for module in modules:
+        plain, parameters = module.forward, module._parameters
+        if module.num_experts % ep:
+            raise ValueError(f"ep: {module.num_experts} experts, which {ep} ranks cannot share evenly; use a divisor")
+        for name, whole in parameters.items() if ep > 1 else ():
+            own = distribute_tensor(whole.detach(), meshes.ep, [Shard(0)], src_data_rank=None)  # every rank has all
+            parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
+        module.num_experts //= ep
+        groups = [None if mesh is None else mesh.get_group() for mesh in (meshes.ep, meshes.tp)]
+        module.forward = partial(_dispatched, module, plain, groups[0], groups[1])
+    return modules
+
+
+def _dispatched(
+    module: Any,
+    plain: Callable[..., torch.Tensor],
+    ep: Group,
+    tp: Group,
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """What ``plain``, the module's own forward, returns with all experts."""
+    count, chosen = len(tokens), experts.shape[-1]
+    if tp is not None:
+        tokens, weights = _Slice.apply(tokens, tp), _Slice.apply(weights, tp)  # type: ignore[no-untyped-call]
+        experts = _own(experts, tp)
+    pairs, order = experts.flatten().sort(stable=True)
+    rows, sent, received = tokens[order // chosen], [len(pairs)], [len(pairs)]
+    if ep is not None:
+        going = torch.bincount(pairs, minlength=ep.size() * module.num_experts)
+        coming = torch.empty_like(going)
+        dist.all_to_all_single(coming, going, group=ep)
+        sent, received = torch.stack([going, coming]).view(2, ep.size(), -1).sum(-1).tolist()
+        rows = _AllToAll.apply(rows, sent, received, ep)  # type: ignore[no-untyped-call]
+        pairs = torch.arange(module.num_experts, device=going.device).repeat(ep.size()).repeat_interleave(coming)
+    rows = _computed(module, plain, rows, pairs[:, None])
+    if ep is not None:
+        rows = _AllToAll.apply(rows, received, sent, ep)  # type: ignore[no-untyped-call]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    out = (rows[back].view(len(tokens), chosen, tokens.shape[-1]) * weights[..., None]).sum(1).to(tokens.dtype)
+    return out if tp is None else _Join.apply(out, count, tp)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _computed(
+    module: Any, plain: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor
+) -> torch.Tensor:
+    """The outputs of this rank's ``experts`` for ``rows`` [N, H]. Without rows they compute a row of zeros: their gradients
+    are waited for by the ranks that shard them."""
+    given = rows if len(rows) else rows.sum(0, keepdim=True)
+    experts = experts if len(rows) else experts.new_zeros(1, 1)
+    parameters = dict(module._parameters)
+    try:
+        for name, weight in parameters.items():
+            if isinstance(weight, DTensor):
+                module._parameters[name] = weight.to_local()
+        return plain(given, experts, given.new_ones(len(given), 1))[: len(rows)]
+    finally:
+        module._parameters.update(parameters)
+
+
+def _own(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's slice of ``x`` [T, ...] by torch's chunk rule."""
+    step = -(-len(x) // group.size())
+    return x[group.rank() * step : (group.rank() + 1) * step]
+
+
+def _joined(part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The slices of all ranks, ``count`` rows."""
+    step = -(-count // group.size())
+    padded = part.new_zeros(step, *part.shape[1:])
+    padded[: len(part)] = part
+    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([one[: max(0, count - at * step)] for at, one in enumerate(parts)])
+
+
+class _Slice(torch.autograd.Function):
+    """Of what all ranks hold, the own slice. The gradient is of the whole, on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.count, ctx.group = len(x), group
+        return _own(x, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _joined(gradients[0], ctx.count, ctx.group), None
+
+
+class _Join(torch.autograd.Function):
+    """The whole of all ranks' slices. Each rank has the same gradient of it, and takes its slice."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _joined(part, count, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _own(gradients[0], ctx.group), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to the ranks of ``group``: so many to each, in order, and so many from each. Gradients go back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+class ExpertLoad:
+    """Counts the tokens of each expert inside ``with``: ``counts`` int64 [layers, experts], of this process."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        modules = expert_modules(model)
+        self.counts = torch.zeros(len(modules), max((m.num_experts for m in modules), default=0), dtype=torch.int64)
+        self.counts, self._on = self.counts.to(device), False
+        for at, module in enumerate(modules):
+            module.register_forward_pre_hook(partial(self._count, at))
+
+    def __enter__(self) -> None:
+        self.counts.zero_()
+        self._on = True
+
+    def __exit__(self, *error: object) -> None:
+        self._on = False
+
+    def _count(self, at: int, module: nn.Module, given: tuple[Any, ...]) -> None:
+        if self._on and torch._C._current_graph_task_id() < 0:  # not when a backward pass computes it again
+            self.counts[at] += torch.bincount(given[1].flatten(), minlength=self.counts.shape[1])
+
+    def metrics(self, total: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """``max_expert_load``: tokens of the expert that got most, over those of the mean expert of its layer; the largest
+        of all layers. ``total`` adds up over ranks."""
+        if not len(self.counts):
+            return {}
+        counts = total(self.counts).double()
+        return {"max_expert_load": float((counts.amax(1) / counts.mean(1)).max())}
