@@ -61,7 +61,8 @@ class RunStatuses:
     async def step(self, index: Index, record: RunRecord) -> StepEvent | None:
         """The newest step of the run."""
         read, step = self._steps.pop(record.id, (0.0, None))
-        fresh = time.time() - read <= FRESH_SECONDS
+        # Of an ended run all steps are shown.
+        fresh = record.state not in ENDED and time.time() - read <= FRESH_SECONDS
         if record.ended is not None:
             fresh = read > record.ended + 1  # the clocks of two machines may differ
         if record.state != "created" and not fresh:

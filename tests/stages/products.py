@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from stages.engines.strategies import Ranks
-from stages.engines.torch.sharded import ShardedTrainEngine
+from stages.engines.torch.sharded import ShardedTrainEngine, placement
 from stages.engines.torch.train import TorchTrainEngine
+from stages.resharding.layout import Layout, model_state, place
+from stages.resharding.plan import plan_reshard
+from stages.resharding.swap import Swap
 from tests.batches import make_batch
-from tests.stages.sharded import OPTIONS, algorithm, gradients_of_step, model_of, share, weights_of
+from tests.stages.resharding.swaps import laid_out
+from tests.stages.sharded import OPTIONS, algorithm, differing, gradients_of_step, model_of, share, weights_of
 
 
 def name_of(chosen: Mapping[str, int], options: Mapping[str, Any] | None = None) -> str:
@@ -36,3 +40,45 @@ def after_steps(ranks: Ranks | None, kind: str, given: Mapping[str, Any]) -> dic
         batch = make_batch(seed=seed) if ranks is None else share(ranks, seed=seed)
         engine.train_batch(batch, algorithm())
     return {name: value.numpy() for name, value in weights_of(engine).items()}
+
+
+def of_experts(ranks: Ranks, folder: str) -> dict[str, Any]:
+    """What else holds with experts on several ranks: gradients of a step whose activations are computed again and of one
+    whose are not, and the latter's weights, twice; tensors that ranks read otherwise than transformers from ``folder``;
+    tokens that were fed, and given to each expert of each layer."""
+    found: dict[str, Any] = {"differing": differing(ranks, {"experts": folder}, torch.float32)}
+    for name, again in (("again", True), ("first", False), ("second", False)):
+        engine = ShardedTrainEngine(model_of("experts"), ranks, **OPTIONS, activation_checkpointing=again)
+        gradients, metrics = gradients_of_step(engine, share(ranks), algorithm())
+        found[name] = {key: value.numpy() for key, value in gradients.items()}
+        found[f"{name} weights"] = {key: value.numpy() for key, value in weights_of(engine).items()}
+        counts = engine._total(engine.expert_load.counts)
+        found[f"{name} load"] = (metrics["fed_tokens"], counts.tolist(), metrics["max_expert_load"])
+    return found
+
+
+def figure_three(ranks: Ranks, rollout: Layout) -> int:
+    """Two steps, and after each the weights in the tensors of ``rollout`` and back again: the bits are those of the whole
+    weights, and training ends with the weights that it has without. Returns the bytes that this rank received."""
+    state, ended = model_state(model_of("experts").config, torch.float32), []
+    plan = plan_reshard(placement(state, ranks), place(state, rollout, names="vllm"), bucket_bytes=4096)
+    for swapping in (False, True):
+        engine = ShardedTrainEngine(model_of("experts"), ranks, **OPTIONS)
+        swap = Swap(plan, ranks.rank, engine.shards(), engine.held, device=engine.device)
+        for step in range(2):
+            engine.train_batch(share(ranks, seed=step), algorithm())
+            if swapping:
+                whole = weights_of(engine)
+                parts = [(t, whole[t.name].chunk(len(t.parts), t.dim)) for t in state.tensors]
+                full = {name: part for t, values in parts for name, part in zip(t.parts, values, strict=True)}
+                wanted = laid_out(full, plan.target, ranks.rank)
+                found = swap.to_rollout()
+                assert found.keys() == wanted.keys()
+                for name, value in wanted.items():
+                    assert torch.equal(found[name], value), name
+                assert swap.training_bytes() == 0
+                swap.prefetch()
+                swap.ready()
+        ended.append(weights_of(engine))
+    assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
+    return plan.received[ranks.rank]

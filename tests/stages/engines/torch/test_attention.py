@@ -73,7 +73,7 @@ def test_outputs_and_gradients_are_those_of_each_row_alone(
     inputs = [x.clone().requires_grad_() for x in given]
     exact = [x.double().requires_grad_() for x in given]
     module, options = nn.Module(), dict(scaling=0.3, sliding_window=window, softcap=softcap)
-    module._attention_state = Feeding(10**6, packed)  # type: ignore[assignment]
+    module._attention_state = Feeding(10**6, packed=packed)  # type: ignore[assignment]
     found, _ = shared_prompt_attention(module, *inputs[:3], None, s_aux=[*inputs, None][3], **options)  # type: ignore[arg-type]
     expected = by_rows(packed, *exact[:3], sinks=[*exact, None][3], window=window, softcap=softcap)  # type: ignore[arg-type]
     gradient = torch.randn_like(expected)

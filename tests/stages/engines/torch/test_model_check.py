@@ -47,10 +47,10 @@ def test_a_feature_that_is_left_out_is_refused(
 ) -> None:
     class Wrong(Scores):
         @classmethod
-        def of(cls, query: Any, options: Any) -> Scores:
-            found = Scores.of(query, options)
+        def of(cls, query: Any, options: Any, fused: bool = True) -> Scores:
+            found = Scores.of(query, options, fused)
             window = None if left_out == "window" else found.window
-            return Scores(found.scaling, window, None if left_out == "softcap" else found.softcap)
+            return Scores(found.scaling, window, None if left_out == "softcap" else found.softcap, fused)
 
     for module in (packing, decoder):
         monkeypatch.setattr(module, "Scores", Wrong)
