@@ -63,12 +63,13 @@ class AttentionBlock:
 @dataclass(frozen=True)
 class PackedPiece:
     """A prompt among the packed tokens, and its rows. ``apart``: those of blocks that do not join the prompt; they attend to
-    it in one call. ``positions`` int64, on the CPU: of the tokens ``apart``."""
+    it in one call. ``positions`` int64, on the CPU: of the tokens ``apart``. ``rows``: fed tokens of each row."""
 
     prompt: slice
     blocks: tuple[AttentionBlock, ...]
     apart: slice
     positions: torch.Tensor
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def pack(
             row_start += tokens
         blocks = tuple(_blocks(prompt_end, length, fed, device))
         apart = slice(prompt_end, max([prompt_end, *(block.end for block in blocks if not block.joined)]))
-        pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, torch.cat(own)[: apart.stop - apart.start]))
+        seen = torch.cat(own)[: apart.stop - apart.start]
+        pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, seen, tuple(fed)))
         at = row_start
     pairs = zip(prompts, experts, strict=False)
     chosen = [part for prompt, of in pairs for part in (of[0][: len(prompt)], *(row[len(prompt) :] for row in of))]

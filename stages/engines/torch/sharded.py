@@ -43,10 +43,10 @@ from stages import device as devices
 from stages.adapters.export import ADAPTER, base_weights, save_adapter, write_merged
 from stages.adapters.options import AdapterOptions
 from stages.adapters.training import fill_adapters
-from stages.engines.strategies import Ranks
+from stages.engines.strategies import ContextParallel, Ranks, fits_ulysses
 from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
-from stages.engines.torch.parallel.context import ContextParallel, divide, heads_problem
+from stages.engines.torch.parallel.context import divide
 from stages.engines.torch.parallel.experts import deal_experts
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.tensor import cut_matrices
@@ -115,7 +115,8 @@ class ShardedTrainEngine(TorchTrainEngine):
     shard alone (:mod:`stages.weight_files`). To :meth:`train_batch` and :meth:`logprobs` it passes the rows of its replica's
     share: at least one, disjoint from those of other replicas. Results equal those of one process with all rows, up to the
     order of sums; metrics are the same on all ranks. With ``compute``, FSDP2 makes the copies in which a rank computes as it
-    gathers a layer; a rank holds shards of the master weights alone.
+    gathers a layer; a rank holds shards of the master weights alone. ``context_parallel``: how ranks of ``cp`` compute
+    attention; micro-batches have ``token_budget`` tokens for each of them.
 
     Raises ValueError for a tensor-parallel plan that this engine does not support.
     """
@@ -142,8 +143,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         self._base: dict[str, torch.Tensor] = {}  # on rank 0: what exports add adapters to, where no file has it
         self._context_parallel: ContextParallel = context_parallel
         heads = model.config.get_text_config().num_attention_heads if ranks.cp > 1 else ranks.tp
-        if problem := heads_problem(heads, ranks.tp, ranks.cp, context_parallel):
-            raise ValueError(f"cp: {problem}; use context_parallel = 'ring'")
+        if context_parallel == "ulysses" and not fits_ulysses(heads, ranks.tp, ranks.cp):
+            raise ValueError(f"cp: {ranks.cp} ranks cannot share {heads} heads evenly; use context_parallel = 'ring'")
         super().__init__(model, device=device, **options)
         if self._token_budget is not None:
             self._token_budget *= ranks.cp

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
+from stages.engines.strategies import ContextParallel
 from stages.engines.torch.packing import PackedBatch
-from stages.engines.torch.parallel.ring import Ring, dealt
+from stages.engines.torch.parallel.collectives import Join
+from stages.engines.torch.parallel.ring import Ring, inverse
 from stages.engines.torch.parallel.ulysses import attention_by_heads
-
-ContextParallel = Literal["ulysses", "ring"]
 
 
 @dataclass(frozen=True)
@@ -39,70 +39,34 @@ class Share:
         """The numbers of all ranks in the order of the micro-batch, [T], from those of this rank; empty ones stay so."""
         if not len(own):
             return own
-        gathered: torch.Tensor = _Gather.apply(own, self.group)  # type: ignore[no-untyped-call]
-        return gathered.index_select(0, self.answers)
+        joined = Join.apply(own, self.group.size() * len(own), self.group)  # type: ignore[no-untyped-call]
+        return joined.index_select(0, self.answers)  # type: ignore[no-any-return]
 
 
 def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParallel) -> Share:
     """Returns the share of this rank of ``group`` in ``packed``, which is the same on all of them. Ranks have equally many
-    tokens: some feed one that belongs to nobody."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    device, count = packed.ids.device, packed.ids.shape[1]
+    tokens: some feed the first one again, where nothing reads it."""
+    size, rank, device, count = group.size(), group.rank(), packed.ids.device, packed.ids.shape[1]
     attend: Callable[..., torch.Tensor]
     if method == "ring":
-        segments = dealt(packed, size)
-        parts = [own.tokens() for own in segments]
-        attend = Ring(group, segments, device).attention
+        ring = Ring(packed, group)
+        parts, attend = ring.tokens, ring.attention
     else:
-        parts = list(torch.arange(count).tensor_split(size))
-    most = max(map(len, parts))
-    where = torch.empty(count, dtype=torch.int64)  # of each token, with ``most`` for each rank
-    for at, part in enumerate(parts):
-        where[part] = torch.arange(len(part)) + at * most
-    if method == "ulysses":
-        attend = partial(attention_by_heads, group, where.to(device))
-    predicts = where[packed.places[packed.source].cpu()]  # [T]
-    of_rank = [(predicts // most == at).nonzero()[:, 0] for at in range(size)]
-    longest = max(map(len, of_rank))
-    answers = torch.empty(len(predicts), dtype=torch.int64)
-    for at, some in enumerate(of_rank):
-        answers[some] = torch.arange(len(some)) + at * longest
-    places, source = _filled(predicts[of_rank[rank]] - rank * most, longest).unique(return_inverse=True)
-    own = _filled(parts[rank], most).to(device)
+        parts = pad_sequence(torch.arange(count).tensor_split(size), batch_first=True, padding_value=-1)
+        attend = partial(attention_by_heads, group, inverse(parts, count).to(device))
+    predicts = inverse(parts, count)[packed.places[packed.source].cpu()]  # [T]: places among the tokens of all ranks
+    of_ranks = [(predicts // parts.shape[1] == at).nonzero()[:, 0] for at in range(size)]
+    targets = pad_sequence(of_ranks, batch_first=True, padding_value=-1)
+    places, source = (predicts[targets[rank]] % parts.shape[1]).unique(return_inverse=True)
+    own = parts[rank].clamp(min=0).to(device)
     fed = replace(
         packed,
         ids=packed.ids[:, own],
         positions=packed.positions[:, own],
         places=places.to(device),
         source=source.to(device),
-        targets=packed.targets[_filled(of_rank[rank], longest).to(device)],
+        targets=packed.targets[targets[rank].to(device)],
         experts=None if packed.experts is None else packed.experts[own],
         attend=attend,
     )
-    return Share(fed, answers.to(device), group)
-
-
-def _filled(values: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.cat([values, values.new_zeros(count - len(values))])
-
-
-class _Gather(torch.autograd.Function):
-    """[n] of each rank ─▶ [ranks · n]. All ranks compute the same from it, so each one's gradient is that of its part."""
-
-    @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0].chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
-
-
-def heads_problem(heads: int, tp: int, cp: int, method: ContextParallel) -> str:
-    """Why ``cp`` ranks cannot divide the ``heads`` of queries that each of ``tp`` ranks has, or ""."""
-    if method != "ulysses" or heads // tp % cp == 0:
-        return ""
-    return f"{heads} attention heads on {tp} tensor-parallel ranks are {heads // tp} each, which {cp} ranks cannot share evenly"
+    return Share(fed, inverse(targets, len(predicts)).to(device), group)

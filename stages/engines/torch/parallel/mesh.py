@@ -41,7 +41,6 @@ class Meshes:
         self.replicas = (
             self._mesh(pp=ranks.pp, dp=ranks.dp, inner=inner)["dp"] if ranks.cp * copies > 1 else layers["dp"]
         )
-
         self.cp = self._mesh(pp=ranks.pp, dp=ranks.dp, cp=ranks.cp, tp=ranks.tp)["cp"] if ranks.cp > 1 else None
 
     def _mesh(self, **sizes: int) -> DeviceMesh:

@@ -8,13 +8,13 @@ Where there are fewer heads of keys than ranks, each is sent to the ranks whose 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stages.engines.torch.attention import Scores
 from stages.engines.torch.packing import PackedBatch, attention
+from stages.engines.torch.parallel.collectives import AllToAll
 
 
 def attention_by_heads(
@@ -28,36 +28,16 @@ def attention_by_heads(
     scores: Scores,
 ) -> torch.Tensor:
     """:func:`~stages.engines.torch.packing.attention` of this rank's n tokens: ``q`` [n, H, D], ``k`` [n, KV heads, D],
-    ``v`` [n, KV heads, E]. ``where`` int64 [S]: of the ranks' tokens, one rank's after the other's, each of the packed."""
-    size, rank, own = dist.get_world_size(group), dist.get_rank(group), len(q)
+    ``v`` [n, KV heads, E]. ``where`` int64 [S]: place of each packed token among those of all ranks, [ranks · n]."""
+    size, even = group.size(), [len(q)] * group.size()
     copies = math.lcm(k.shape[1], size) // k.shape[1]
-    given = [q, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))]
-    # [ranks, n, …]: for each rank its heads of queries, keys and values
-    sent = torch.cat([x.unflatten(1, (size, -1)).transpose(0, 1).flatten(2) for x in given], -1)
-    found = _exchanged(sent, group).flatten(0, 1).index_select(0, where)
-    widths = [x.shape[1] // size * x.shape[2] for x in given]
-    parts = [x.unflatten(1, (-1, of.shape[2])) for x, of in zip(found.split(widths, 1), given, strict=True)]
-    if sinks is not None:
-        sinks = sinks.chunk(size)[rank]
-    out = attention(*parts, sinks, packed, scores)
-    back = out.new_zeros(size * own, out[0].numel()).index_copy(0, where, out.flatten(1))
-    heads = _exchanged(back.unflatten(0, (size, own)), group)
-    return heads.transpose(0, 1).flatten(1).unflatten(1, (q.shape[1], -1))
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        x = x.contiguous()
-        dist.all_to_all_single(found := torch.empty_like(x), x, group=group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _AllToAll.forward(ctx, gradients[0], ctx.group), None
-
-
-def _exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[ranks, …]: what each rank sends to this one, of what each has for each."""
-    return _AllToAll.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    # [ranks, n, heads of a rank, …]: for each rank its heads
+    given = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in (q, *(x.repeat_interleave(copies, 1) for x in (k, v)))]
+    sent = torch.cat([x.flatten(2) for x in given], -1).flatten(0, 1)
+    found = AllToAll.apply(sent, even, even, group).index_select(0, where)  # type: ignore[no-untyped-call]
+    parts = found.split([x.shape[2] * x.shape[3] for x in given], 1)
+    own = [part.unflatten(1, x.shape[2:]) for part, x in zip(parts, given, strict=True)]
+    out = attention(*own, None if sinks is None else sinks.chunk(size)[group.rank()], packed, scores)
+    back = out.new_zeros(size * len(q), out[0].numel()).index_copy(0, where, out.flatten(1))
+    heads = AllToAll.apply(back, even, even, group)  # type: ignore[no-untyped-call]
+    return heads.unflatten(0, (size, -1)).transpose(0, 1).reshape(len(q), q.shape[1], -1)  # type: ignore[no-any-return]
