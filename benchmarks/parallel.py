@@ -4,7 +4,8 @@
     sudo python -m benchmarks.parallel --links [--mbit 200] [--delay-ms 0] [--layer-ms 40] [...]
 
 **bytes**: real ranks (gloo) train one step of a small model; each collective call is seen as torch dispatches it and its
-bytes are counted as a ring would send them. Beside it the formula (stages/engines/costs.py), which knows sizes alone.
+bytes are counted as a ring would send them; the mean of the ranks, whose experts do not get equally many tokens. Beside it
+the formula (stages/engines/costs.py), which knows sizes alone.
 
 **links**: each rank is in a network namespace of its own, whose link has ``--mbit`` both ways and a delay. A layer's compute
 is a clock's: ``--layer-ms`` for 100 tokens forward and twice that backward, divided by tp; the real compute of the small
@@ -32,7 +33,7 @@ from rich.table import Table
 from tensordict import TensorDict
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.dispatch_scale import Network
 from stages.algorithms.policy_gradient.grpo import GRPO
@@ -56,6 +57,10 @@ PRODUCTS: list[dict[str, int]] = [
     {"dp": 8, "dp_replicate": 2},
     {"dp": 4, "tp": 2},
     {"dp": 2, "tp": 4},
+    {"dp": 2, "ep": 2},
+    {"dp": 4, "ep": 2},
+    {"dp": 2, "tp": 2, "ep": 4},
+    {"dp": 8, "dp_replicate": 2, "ep": 4},
 ]
 GROUPS = [(24, (40,) * 4)] * 16  # prompts of 24 tokens with 4 responses of 40 each
 BUDGET = 400  # tokens of a micro-batch
@@ -104,10 +109,25 @@ def _group_size(args: Sequence[Any]) -> int:
     raise ValueError(f"no group among {args}")
 
 
-def model_of(hidden: int) -> PreTrainedModel:
+EXPERTS, CHOSEN = 8, 2
+
+
+def model_of(hidden: int, experts: bool) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 4, "vocab_size": 512}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4))  # type: ignore[arg-type]
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+    if experts:
+        routed = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": hidden}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **routed, head_dim=hidden // 8))  # type: ignore[arg-type]
+    return LlamaForCausalLM(LlamaConfig(**sizes))  # type: ignore[arg-type]
+
+
+def costs_of(ranks: Ranks, hidden: int, tokens: Sequence[int]) -> dict[str, float]:
+    """By formula."""
+    experts = ranks.ep > 1
+    return sent(
+        model_state(model_of(hidden, experts).config), ranks, Step(tuple(tokens), hidden, CHOSEN if experts else 0)
+    )
 
 
 def step_of(ranks: Ranks, hidden: int) -> tuple[dict[str, int], list[int]]:
@@ -120,7 +140,7 @@ def step_of(ranks: Ranks, hidden: int) -> tuple[dict[str, int], list[int]]:
 
 def engine_of(ranks: Ranks, hidden: int) -> ShardedTrainEngine:
     return ShardedTrainEngine(
-        model_of(hidden), ranks, learning_rate=1e-4, total_steps=9, token_budget=BUDGET, device="cpu"
+        model_of(hidden, ranks.ep > 1), ranks, learning_rate=1e-4, total_steps=9, token_budget=BUDGET, device="cpu"
     )
 
 
@@ -164,7 +184,7 @@ def timed_step(ranks: Ranks, hidden: int, layer_ms: float, steps: int) -> tuple[
 
 
 def over_links(worlds: Sequence[int], hidden: int, mbit: float, delay: float, layer_ms: float) -> list[dict[str, Any]]:
-    state, found = model_state(model_of(hidden).config), []
+    found: list[dict[str, Any]] = []
     chosen_ones = [chosen for chosen in PRODUCTS if Ranks(0, **chosen).world in worlds]
     with Network(max(worlds), mbit, delay) as network:
         for chosen in chosen_ones:
@@ -172,7 +192,7 @@ def over_links(worlds: Sequence[int], hidden: int, mbit: float, delay: float, la
             there = [network.name(f"host{rank}") for rank in range(ranks.world)]
             results = of_product(chosen, timed_step, hidden, layer_ms, 3, namespaces=there)
             tokens = results[0][2]
-            nbytes = sum(sent(state, ranks, Step(tuple(tokens), hidden)).values())
+            nbytes = sum(costs_of(ranks, hidden, tokens).values())
             seconds = statistics.median(max(times) for times in zip(*(took for took, *_ in results), strict=True))
             clock = max(spent for _, spent, _ in results)
             found.append({"product": chosen, "seconds": seconds, "clock": clock, "sending": nbytes * 8 / mbit / 1e6})
@@ -181,13 +201,16 @@ def over_links(worlds: Sequence[int], hidden: int, mbit: float, delay: float, la
 
 
 def measure(worlds: Sequence[int], hidden: int) -> list[dict[str, Any]]:
-    state, found = model_state(model_of(hidden).config), []
+    found: list[dict[str, Any]] = []
     for chosen in PRODUCTS:
         if Ranks(0, **chosen).world not in worlds:
             continue
-        calls, tokens = of_product(chosen, step_of, hidden)[0]
-        parts = sent(state, Ranks(0, **chosen), Step(tuple(tokens), hidden))
-        found.append({"product": chosen, "counted": sum(calls.values()), "calls": calls, "formula": parts})
+        ranks = of_product(chosen, step_of, hidden)
+        total: Counter[str] = sum((Counter(calls) for calls, _ in ranks), Counter())
+        calls = {name: nbytes / len(ranks) for name, nbytes in total.items()}
+        parts = [costs_of(Ranks(rank, **chosen), hidden, tokens) for rank, (_, tokens) in enumerate(ranks)]
+        formula = {name: statistics.mean(of[name] for of in parts) for name in parts[0]}
+        found.append({"product": chosen, "counted": sum(calls.values()), "calls": calls, "formula": formula})
     return found
 
 

@@ -13,35 +13,52 @@ from dataclasses import dataclass
 
 from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import placement
-from stages.resharding.layout import ModelState
+from stages.resharding.layout import Layout, ModelState
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one replica: ``tokens`` that each of its micro-batches feeds, in a model of ``width`` numbers a token;
-    ``item`` bytes of a number that is computed with and ``reduced`` bytes of a number of a gradient that is summed."""
+    """A step of one replica: ``tokens`` that each of its micro-batches feeds, in a model of ``width`` numbers a token, of
+    which each goes to ``chosen`` experts; ``item`` bytes of a number that is computed with and ``reduced`` bytes of a number
+    of a gradient that is summed."""
 
     tokens: tuple[int, ...]
     width: int
+    chosen: int = 0
     item: int = 4
     reduced: int = 4
 
 
 def sent(model: ModelState, ranks: Ranks, step: Step) -> dict[str, float]:
-    """Bytes that rank 0 sends in ``step``, by strategy; strategies of one rank are left out."""
-    passes, layers = len(step.tokens), [t for t in model.tensors if model.by_name[t.parts[0]].layer is not None]
-    within = {tensor.name for tensor in layers}
-    numbers = {True: 0, False: 0}  # of a shard, in layers and outside of them
+    """Bytes that a rank sends in ``step``, by strategy, with tokens that are spread evenly over experts; strategies of one
+    rank are left out."""
+    passes, tokens, kinds = len(step.tokens), sum(step.tokens), _kinds(model)
+    numbers = dict.fromkeys(kinds.values(), 0)  # of a shard
     for tensor in placement(model, ranks).ranks[0]:
-        numbers[tensor.name in within] += tensor.nbytes // tensor.dtype.itemsize
+        numbers[kinds[tensor.name]] += tensor.nbytes // tensor.dtype.itemsize
+    layers, outside, experts = (numbers.get(kind, 0) for kind in ("layers", "outside", "experts"))
+    routed = {model.by_name[t.parts[0]].layer for t in model.tensors if kinds[t.name] == "experts"}
     shards = ranks.dp // ranks.dp_replicate * ranks.cp
+    of_expert = Layout(ranks.dp_replicate, shards, ranks.tp, ranks.ep, etp=1).expert_shard
+    same = ranks.of_stage // (ranks.ep * of_expert)
+    moved = tokens * step.width * step.item  # by a layer that passes on all of them
+    slices = 2 * (ranks.tp - 1) / ranks.tp * (moved + tokens * step.chosen * step.item / 2)
     found = {
-        "dp": passes * (shards - 1) * numbers[True] * (2 * step.item + step.reduced)
-        + passes * (shards * ranks.tp - 1) * numbers[False] * (step.item + step.reduced),
-        "dp_replicate": passes * _all_reduce(ranks.dp_replicate, sum(numbers.values()) * step.reduced),
-        "tp": 4 * model.layers * _all_reduce(ranks.tp, sum(step.tokens) * step.width * step.item),
+        "dp": passes * ((shards - 1) * layers + (of_expert - 1) * experts) * (2 * step.item + step.reduced)
+        + passes * (shards * ranks.tp - 1) * outside * (step.item + step.reduced),
+        "dp_replicate": passes
+        * step.reduced
+        * (_all_reduce(ranks.dp_replicate, layers + outside) + _all_reduce(same, experts)),
+        "tp": (4 * model.layers - 2 * len(routed)) * _all_reduce(ranks.tp, moved) + len(routed) * slices,
+        "ep": len(routed) * 4 * (ranks.ep - 1) / ranks.ep * moved * step.chosen / ranks.tp,
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _kinds(model: ModelState) -> dict[str, str]:
+    """Of each tensor the unit in which it is gathered."""
+    firsts = ((tensor.name, model.by_name[tensor.parts[0]]) for tensor in model.tensors)
+    return {name: "outside" if p.layer is None else "experts" if p.expert else "layers" for name, p in firsts}
 
 
 def _all_reduce(ranks: int, nbytes: float) -> float:
