@@ -37,9 +37,9 @@ class Strategies(BaseModel):
     )
     context_parallel: ContextParallel = key(
         "ulysses",
-        "How context-parallel ranks compute attention. `ulysses`: each has some heads, over all tokens, which come and go by "
-        "all-to-all. `ring`: each has all heads of its tokens; keys and values of prompts are gathered, those of responses "
-        "go from rank to rank. For any number of heads.",
+        "How context-parallel ranks compute attention. `ulysses`: each has some heads, over all tokens, which come and go "
+        "by all-to-all. `ring`, for any number of heads: each has its tokens; keys and values of prompts are gathered, "
+        "those of responses go from rank to rank.",
     )
     ep: Count = key(
         1,

@@ -52,7 +52,7 @@ def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParalle
         ring = Ring(packed, group)
         parts, attend = ring.tokens, ring.attention
     else:
-        parts = pad_sequence(torch.arange(count).tensor_split(size), batch_first=True, padding_value=-1)
+        parts = pad_sequence(list(torch.arange(count).tensor_split(size)), batch_first=True, padding_value=-1)
         attend = partial(attention_by_heads, group, inverse(parts, count).to(device))
     predicts = inverse(parts, count)[packed.places[packed.source].cpu()]  # [T]: places among the tokens of all ranks
     of_ranks = [(predicts // parts.shape[1] == at).nonzero()[:, 0] for at in range(size)]

@@ -3,9 +3,9 @@
     keys and values of prompts   ─ all-gather ─▶ read by all their rows
     of responses                 ─ from rank to rank ─▶ a part of the attention at each stop, merged by log-sum-exps
 
-Each sequence is cut into 2 · ranks parts, of which a rank has the r-th and the r-th from the end, so that causal attention is
-as much work for each (zigzag). Nothing that was received is kept for the backward pass: it is sent again, and gradients of
-keys and values travel with it.
+Each sequence is cut into 2 · ranks parts, of which a rank has the r-th and the r-th from the end, so that causal attention
+is as much work for each (zigzag). Nothing that was received is kept for the backward pass: it is sent again, and gradients
+of keys and values travel with it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from stages.engines.torch.packing import PackedBatch, as_batch, put
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring tokens of a sequence, the prompt (``row`` -1) or a response of ``piece``. ``first``: position of the first
-    of them; ``start``: its place among the packed tokens."""
+    """Neighbouring tokens of a sequence, the prompt (``row`` -1) or a response of ``piece``. ``first``: position of the
+    first of them; ``start``: its place among the packed tokens."""
 
     piece: int
     row: int
@@ -47,9 +47,9 @@ class Tile:
 
 
 class Ring:
-    """How the ranks of ``group`` compute the attention of ``packed`` together. ``tokens`` int64 [ranks, n]: which of them each
-    has, its parts of ``prompts`` first, then those of responses; -1: none. ``of_prompts``: this rank's tiles over the keys of
-    all prompts; ``steps``: those over the responses' keys of each rank in turn, from its own to those of the next one."""
+    """How the ranks of ``group`` compute the attention of ``packed`` together. ``tokens`` int64 [ranks, n]: which of them
+    each has, its parts of ``prompts`` first, then those of responses; -1: none. ``of_prompts``: this rank's tiles over the
+    keys of all prompts; ``steps``: over the responses' keys of each rank in turn, from its own to those of the next one."""
 
     def __init__(self, packed: PackedBatch, group: dist.ProcessGroup) -> None:
         self.group, self.size, rank = group, group.size(), group.rank()
