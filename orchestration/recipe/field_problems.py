@@ -34,7 +34,6 @@ TOML_TYPES = {bool: "boolean", int: "whole number", float: "number", str: "text"
 # Keys that [train] does not have yet: the parallelism, and a layout that `asyncdock plan reshard` can plan instead.
 FUTURE_KEYS = {
     "train.pp": ("pipeline", "dp=2,pp=2"),
-    "train.cp": ("context", "dp=4"),  # dp=2 times cp=2
     "train.etp": ("expert tensor", "dp=2,tp=2,etp=2"),
 }
 
@@ -51,7 +50,7 @@ def missing_parallelism(key: str) -> str:
     """Says which parallelism the train engine lacks for ``key``, one of :data:`FUTURE_KEYS` or ``train.ep_order``."""
     if key == "train.ep_order":
         return "in the train engine neighbours hold different experts"
-    return f"the train engine has no {FUTURE_KEYS[key][0]} parallelism, only dp, tp and ep"
+    return f"the train engine has no {FUTURE_KEYS[key][0]} parallelism, only dp, cp, tp and ep"
 
 
 def field_problem(error: ErrorDetails, prefix: str = "", allowed: Collection[str] | None = None) -> Problem:
@@ -67,8 +66,7 @@ def field_problem(error: ErrorDetails, prefix: str = "", allowed: Collection[str
             return Problem(key, None, "is missing", f"add a [{key}] section" if is_section else f"add {loc[-1]} = ...")
         case "extra_forbidden" if key in FUTURE_KEYS:
             layout, wrong = FUTURE_KEYS[key][1], f"is not there yet: {missing_parallelism(key)}"
-            shares = ", in which ranks of cp count as dp," if key == "train.cp" else ""
-            plan = f"`asyncdock plan reshard RECIPE --train {layout}`{shares} plans such a layout"
+            plan = f"`asyncdock plan reshard RECIPE --train {layout}` plans such a layout"
             return Problem(key, value, wrong, f"take it out and set train.dp and train.tp; {plan}")
         case "extra_forbidden":
             names = _keys_at(loc[:-1]) if allowed is None else allowed

@@ -335,7 +335,7 @@ def _of_ranks(recipe: Recipe, dtype: str, ranks: Ranks, meeting: Store | None) -
         opened = model_skeleton(recipe.model.source, dtype=getattr(torch, dtype))
     model, weights = opened or (_model(recipe, dtype=dtype)[0], None)
     of = {"model": model, "weights": weights, "ranks": ranks, "store": meeting or HashStore()}
-    return {**of, "timeout": recipe.launch.collective_timeout}
+    return {**of, "timeout": recipe.launch.collective_timeout, "context_parallel": recipe.train.context_parallel}
 
 
 def _train_options(recipe: Recipe) -> dict[str, Any]:

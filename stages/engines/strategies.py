@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from stages.json_schema import key, unit
 
+ContextParallel = Literal["ulysses", "ring"]
 Count = Annotated[int, Field(ge=1), unit("ranks")]
 
 
@@ -29,10 +30,21 @@ class Strategies(BaseModel):
         "Of them, so many hold the same weights (HSDP): weights are sharded over the other `dp / dp_replicate` alone.",
     )
     tp: Count = key(1, "Tensor-parallel ranks, over which each replica's matrices are sharded.")
+    cp: Count = key(
+        1,
+        "Context-parallel ranks, which divide the tokens of each micro-batch: it has `cp` times `token_budget` of them. "
+        "Weights are sharded over them as over data-parallel ones.",
+    )
+    context_parallel: ContextParallel = key(
+        "ulysses",
+        "How context-parallel ranks compute attention. `ulysses`: each has some heads, over all tokens, which come and go "
+        "by all-to-all. `ring`, for any number of heads: each has its tokens; keys and values of prompts are gathered, "
+        "those of responses go from rank to rank.",
+    )
     ep: Count = key(
         1,
         "Expert-parallel ranks, to which the experts of each layer are dealt out whole; tokens go to them by all-to-all. "
-        "They are those of `dp / dp_replicate · tp`, of which it is a divisor.",
+        "They are those of `dp / dp_replicate · cp · tp`, of which it is a divisor.",
     )
 
     @property
@@ -94,6 +106,11 @@ class Ranks:
     def replica(self) -> int:
         """The share of the batch that this rank takes, of ``dp``."""
         return self.rank // (self.cp * self.tp) % self.dp
+
+
+def fits_ulysses(heads: int, tp: int, cp: int) -> bool:
+    """Whether ``cp`` ranks can share evenly the ``heads`` of queries that each of ``tp`` ranks has."""
+    return heads % (tp * cp) == 0
 
 
 STRATEGIES = ("dp", "tp", "dp_replicate", "pp", "vpp", "cp", "ep")

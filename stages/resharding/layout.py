@@ -14,8 +14,8 @@ tensor-parallel ranks. The experts of a stage use the same ranks in an order of 
     experts  (pp, data-parallel rest, ep, etp), or with ``ep_order = "outer"`` (pp, ep, data-parallel rest, etp)
 
 Context parallelism splits sequences, not weights: its ranks are further data-parallel shards (``dp_shard`` is dp · cp, cp
-counting faster, as in torchtitan), so a layout has no ``cp``. The train engine supports dp and tp; plans are computed for
-all of these.
+counting faster, as in torchtitan), so a layout has no ``cp``. The train engine has no pp and etp; plans are computed for all
+of these.
 """
 
 from __future__ import annotations

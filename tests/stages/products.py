@@ -18,23 +18,23 @@ from tests.stages.resharding.swaps import laid_out
 from tests.stages.sharded import OPTIONS, algorithm, differing, gradients_of_step, model_of, share, weights_of
 
 
-def name_of(chosen: Mapping[str, int]) -> str:
+def name_of(chosen: Mapping[str, int], options: Mapping[str, Any] | None = None) -> str:
     """As in ``dp4-dp_replicate2``."""
-    return "-".join(f"{name}{size}" for name, size in chosen.items())
+    return "-".join([*(f"{name}{size}" for name, size in chosen.items()), *map(str, (options or {}).values())])
 
 
-def first_step(ranks: Ranks, kind: str) -> dict[str, Any]:
+def first_step(ranks: Ranks, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """A step in float32, and :func:`after_steps`, by a rank. Gradients are of the parameters that it has."""
-    engine = ShardedTrainEngine(model_of(kind), ranks, **OPTIONS)
+    engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
     logprobs = [row.tolist() for row in engine.logprobs(share(ranks)).unbind()]
     gradients, metrics = gradients_of_step(engine, share(ranks), algorithm())
     of_rank = {name: value.numpy() for name, value in gradients.items()}
-    return {"metrics": metrics, "logprobs": logprobs, "gradients": of_rank, "steps": after_steps(ranks, kind)}
+    return {"metrics": metrics, "logprobs": logprobs, "gradients": of_rank, "steps": after_steps(ranks, kind, options)}
 
 
-def after_steps(ranks: Ranks | None, kind: str) -> dict[str, Any]:
+def after_steps(ranks: Ranks | None, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """All weights after three steps, in float64, by one process (None) or a rank."""
-    model, options = model_of(kind, dtype=torch.float64), {**OPTIONS, "grad_clip": 0.5, "weight_decay": 0.1}
+    model, options = model_of(kind, dtype=torch.float64), {**OPTIONS, "grad_clip": 0.5, "weight_decay": 0.1, **given}
     engine = TorchTrainEngine(model, **options) if ranks is None else ShardedTrainEngine(model, ranks, **options)
     for seed in range(3):
         batch = make_batch(seed=seed) if ranks is None else share(ranks, seed=seed)

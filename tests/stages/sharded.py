@@ -55,21 +55,22 @@ def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) ->
     """``llama``: tied embeddings. ``biased``: a head of its own, and biases everywhere. ``qwen3``: norms of queries and
     keys, whose gradients each rank sees for its own heads alone; sizes that no number of ranks divides. ``moe``: a buffer
     that decides on experts, shared experts, and experts that checkpoints have one by one. ``experts``: a Qwen3-MoE.
-    ``gathered``: norms over all heads. ``fused``: several matrices in one."""
+    ``gathered``: norms over all heads. ``fused``: several matrices in one. ``grouped``: eight heads of queries, two of keys.
+    ``sinks``: attention sinks, and windows."""
     torch.manual_seed(seed)
     model: PreTrainedModel
     if kind in ("moe", "experts"):
         family = {"moe": "DeepSeek-V3", "experts": "Qwen3-MoE"}[kind]
         experts = {"moe": {"n_routed_experts": 8}, "experts": {"num_experts": 8}}[kind]
         model = family_model(family, seed=seed, dtype=dtype, num_hidden_layers=2, vocab_size=VOCABULARY, **experts)
-        if dtype == torch.float64:  # torch's grouped matmul has none
-            model.set_experts_implementation("eager")
-        return model
-    if kind in ("gathered", "fused"):
-        family = {"gathered": "OLMo 2", "fused": "Phi-3"}[kind]
-        return family_model(family, seed=seed, dtype=dtype, vocab_size=VOCABULARY)
-    if kind == "qwen3":
-        config = Qwen3Config(**SIZES, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
+        return _computed_one_by_one(model) if dtype == torch.float64 else model
+    if kind in ("gathered", "fused", "sinks"):
+        family = {"gathered": "OLMo 2", "fused": "Phi-3", "sinks": "gpt-oss"}[kind]
+        model = family_model(family, seed=seed, dtype=dtype, vocab_size=VOCABULARY)
+        return _computed_one_by_one(model) if kind == "sinks" and dtype == torch.float64 else model
+    if kind in ("qwen3", "grouped"):
+        heads = {"num_attention_heads": 8} if kind == "grouped" else {}
+        config = Qwen3Config(**{**SIZES, **heads}, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
         model = Qwen3ForCausalLM(config)
     else:
         biased = {"attention_bias": True, "mlp_bias": True} if kind == "biased" else {}
@@ -81,6 +82,11 @@ def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) ->
     for parameter in model.parameters():  # not the buffers: from_pretrained leaves the rotary frequencies in float32
         parameter.data = parameter.data.to(dtype)
     return model.eval()
+
+
+def _computed_one_by_one(model: PreTrainedModel) -> PreTrainedModel:
+    model.set_experts_implementation("eager")  # torch's grouped matmul has no float64
+    return model
 
 
 def positions(dp: int, how: str = "dealt") -> list[list[int]]:

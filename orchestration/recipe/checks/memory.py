@@ -77,7 +77,7 @@ def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:
     """The key that decides about ``part`` of ``side``, and what makes it fit, when only ``share`` of it has room (none if
     that is negative)."""
     train, rollout = recipe.train, recipe.rollout
-    longest = (prompt_limits(recipe).tokens or 0) + rollout.max_tokens
+    longest = -(-((prompt_limits(recipe).tokens or 0) + rollout.max_tokens) // train.cp)  # of one rank
     if part == "arena":
         least = arena_bytes(recipe)
         fits = share * recipe.pipeline.arena >= least
@@ -93,8 +93,8 @@ def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:
         used = min(train.token_budget, train.groups_per_step * recipe.algorithm.group_size * longest)
         if (tokens := int(used * share * 0.95)) >= longest:
             return "train.token_budget", f"use a value <= {tokens}" + (f", or {checkpointing}" if checkpointing else "")
-        lower = "lower rollout.max_tokens"
-        return "train.token_budget", f"{checkpointing}, or {lower}" if checkpointing else f"{lower}, or raise train.tp"
+        other = checkpointing or "raise train.cp or train.tp"
+        return "train.token_budget", f"{other}, or lower rollout.max_tokens"
     if side != "rollout" and part in ("activations", "logits"):
         return "train.token_budget", "use a lower value, or lower rollout.max_tokens"
     fix = "use a smaller model, or a machine with more memory"

@@ -85,8 +85,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The largest micro-batch of a recipe's longest rows: ``tokens`` that the model is fed (S), ``places`` where it predicts
-    a response token (U); ``only``: it is the whole step."""
+    """A rank's part of the largest micro-batch of a recipe's longest rows: ``tokens`` that the model is fed (S), ``places``
+    where it predicts a response token (U); ``only``: it is the whole step."""
 
     tokens: int
     places: int
@@ -98,11 +98,13 @@ def micro_batch(recipe: Recipe, prompt: int) -> MicroBatch:
     ``prompt``: tokens of the longest prompt."""
     train, size, fed = recipe.train, recipe.algorithm.group_size, recipe.rollout.max_tokens - 1
     rows, group = -(-train.groups_per_step * size // train.dp), prompt + size * fed  # of one replica
-    if group <= train.token_budget and size <= rows:
-        groups = max(1, min(train.token_budget // group, rows // size))
-        return MicroBatch(groups * group, groups * (1 + size * fed), groups * size >= rows)
-    fits = min(rows, size, max(1, (train.token_budget - prompt) // max(1, fed)))
-    return MicroBatch(prompt + fits * fed, 1 + fits * fed, fits >= rows)
+    groups, fits, budget = 1, size, train.token_budget * train.cp
+    if group <= budget and size <= rows:
+        groups = max(1, min(budget // group, rows // size))
+    else:
+        fits = min(rows, size, max(1, (budget - prompt) // max(1, fed)))
+    tokens = -(-groups * (prompt + fits * fed) // train.cp)
+    return MicroBatch(tokens, min(tokens, groups * (1 + fits * fed)), groups * fits >= rows)
 
 
 def layer_bytes(sizes: Sizes, item: int, tokens: int) -> int:
@@ -238,7 +240,7 @@ def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int,
 def critic_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
     """Bytes of one rank of a critic of its own, by part: a trainer whose head gives one value for each token."""
     whole = recipe.model.model_copy(update={"lora": type(recipe.model.lora)()})
-    ranks = {"dp": recipe.critic.dp, "tp": recipe.critic.tp}
+    ranks = {name: getattr(recipe.critic, name) for name in ("dp", "cp", "tp")}
     alone = recipe.model_copy(update={"train": recipe.train.model_copy(update=ranks), "model": whole})
     return train_memory(alone, sizes, parameters, prompt, parameters) | {"logits": 0}
 

@@ -21,6 +21,7 @@ from orchestration.recipe.sections import TLS_FILES, CriticSection, TrainSection
 from orchestration.recipe.values import format_size
 from pipeline.index.address import redacted
 from pipeline.staleness import passing_steps
+from stages.engines.strategies import fits_ulysses
 
 
 @check("guard.off")
@@ -39,16 +40,17 @@ def group_fits_engine(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "rollout.max_rows", f"is less than algorithm.group_size = {size}", fix)
 
 
-@check("prompts.max_prompt_tokens", "rollout.max_tokens", "train.token_budget")
+@check("prompts.max_prompt_tokens", "rollout.max_tokens", "train.token_budget", "train.cp")
 def row_fits_token_budget(recipe: Recipe) -> Iterator[Problem]:
-    yield from _holds_longest_row(recipe, "train.token_budget", recipe.train.token_budget)
+    yield from _holds_longest_row(recipe, "train.token_budget", recipe.train.token_budget, recipe.train.cp)
 
 
-def _holds_longest_row(recipe: Recipe, key: str, tokens: int) -> Iterator[Problem]:
+def _holds_longest_row(recipe: Recipe, key: str, tokens: int, ranks: int = 1) -> Iterator[Problem]:
     longest = (recipe.prompts.max_prompt_tokens or 0) + recipe.rollout.max_tokens
-    if tokens < longest:
-        wrong = f"is less than the {longest} tokens that one prompt and response may have"
-        yield problem(recipe, key, wrong, f"use a value >= {longest}")
+    if tokens * ranks < longest:
+        shared = f", divided over {ranks} context-parallel ranks" if ranks > 1 else ""
+        wrong = f"is less than the {longest} tokens that one prompt and response may have{shared}"
+        yield problem(recipe, key, wrong, f"use a value >= {-(-longest // ranks)}")
 
 
 @check("rollout.engine", "rollout.vllm")
@@ -287,7 +289,7 @@ def threads_exist(recipe: Recipe) -> Iterator[Problem]:
 
 
 @check(
-    *(f"train.{key}" for key in ("dp", "tp", "engine", "device", "groups_per_step")),
+    *(f"train.{key}" for key in ("dp", "cp", "tp", "engine", "device", "groups_per_step")),
     *("algorithm.group_size", "launch.launcher", "critic"),
 )
 def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
@@ -303,8 +305,8 @@ def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
             key = _ranks_key(recipe, side)
             yield problem(recipe, key, "is more than the mock engine has", f"set {key} = 1")
         elif recipe.launch.launcher == "inline":
-            ranks = f"{side}.dp = {of.dp} times {side}.tp = {of.tp} is {of.ranks} ranks"
-            wrong = f"keeps all workers in one process, but {ranks}, a process each"
+            ranks = " times ".join(f"{name} = {size}" for name, size in _factors(side, of).items())
+            wrong = f"keeps all workers in one process, but {ranks} is {of.ranks} ranks, a process each"
             yield problem(recipe, "launch.launcher", wrong, "set launch.launcher = 'process'")
         if ":" in device:
             fix = f"write {device.partition(':')[0]!r}: each rank takes one of them"
@@ -319,9 +321,15 @@ def _rank_groups(recipe: Recipe) -> Iterator[tuple[str, TrainSection | CriticSec
         yield "critic", recipe.critic
 
 
+def _factors(side: str, of: TrainSection | CriticSection) -> dict[str, int]:
+    """The keys whose product is the number of ranks of ``side``, those that are mostly 1 only where they are not."""
+    return {f"{side}.{name}": getattr(of, name) for name in ("dp", "cp", "tp") if name != "cp" or of.cp > 1}
+
+
 def _ranks_key(recipe: Recipe, side: str = "train") -> str:
     """The key to report where several ranks are too many."""
-    return f"{side}.dp" if getattr(recipe, side).dp > 1 else f"{side}.tp"
+    factors = _factors(side, getattr(recipe, side))
+    return next((key for key, size in factors.items() if size > 1), f"{side}.tp")
 
 
 @check("train.dp", "train.dp_replicate")
@@ -344,7 +352,21 @@ def heads_divide(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, f"{side}.tp", wrong, f"use one of: {fits}")
 
 
-@check("train.ep", "train.dp", "train.dp_replicate", "train.tp", "model.source")
+@check("train.cp", "train.tp", "train.context_parallel", "critic.cp", "critic.tp", "model.source")
+def heads_divide_over_context(recipe: Recipe) -> Iterator[Problem]:
+    """Checks that context-parallel ranks can share the heads of each tensor-parallel rank, where they have to."""
+    for side, of in _rank_groups(recipe):
+        found = heads_of(getattr(of, "source", None) or recipe.model.source)
+        heads = found.get("num_attention_heads", 0)  # 0: not known
+        if of.cp == 1 or recipe.train.context_parallel != "ulysses" or fits_ulysses(heads, of.tp, of.cp):
+            continue
+        fits = [str(size) for size in range(1, of.cp + 1) if fits_ulysses(heads, of.tp, size)] or ["1"]
+        wrong = f"cannot share the model's num_attention_heads = {heads} on {of.tp} tensor-parallel ranks evenly"
+        fix = f"use one of: {', '.join(fits)}, or set train.context_parallel = 'ring'"
+        yield problem(recipe, f"{side}.cp", wrong, fix)
+
+
+@check("train.ep", "train.dp", "train.dp_replicate", "train.cp", "train.tp", "model.source")
 def experts_divide(recipe: Recipe) -> Iterator[Problem]:
     """Checks that expert-parallel ranks are among those that experts are dealt out to, and can share them evenly."""
     train, config = recipe.train, config_of(recipe.model.source)
@@ -353,7 +375,7 @@ def experts_divide(recipe: Recipe) -> Iterator[Problem]:
     if not (experts := experts_of(config)[0]) and config:
         yield problem(recipe, "train.ep", "is for models with experts, and this one has none", "set train.ep = 1")
         return
-    shards = train.dp // train.dp_replicate * getattr(train, "cp", 1)
+    shards = train.dp // train.dp_replicate * train.cp
     among = (shards if shards > 1 else train.dp_replicate) * train.tp
     fits = [str(size) for size in range(1, among + 1) if among % size == 0 and experts % size == 0]
     if str(train.ep) not in fits:
@@ -362,7 +384,7 @@ def experts_divide(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "train.ep", wrong, f"use one of: {', '.join(fits)}")
 
 
-@check("train.dp", "train.tp", "train.device", "critic", "launch.launcher")
+@check("train.dp", "train.cp", "train.tp", "train.device", "critic", "launch.launcher")
 def ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
     for side, of in _rank_groups(recipe):
         ranks, cores = of.ranks, _cores(recipe)
@@ -372,7 +394,9 @@ def ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
 
         if on_cpu(of.device or recipe.train.device):
             wrong = f"makes {ranks} ranks, which is more than the {cores} cores of this machine"
-            yield problem(recipe, _ranks_key(recipe, side), wrong, f"keep {side}.dp times {side}.tp <= {cores}")
+            yield problem(
+                recipe, _ranks_key(recipe, side), wrong, f"keep {' times '.join(_factors(side, of))} <= {cores}"
+            )
 
 
 @check("train.precision", "model.dtype")
@@ -385,7 +409,7 @@ def precision_has_effect(recipe: Recipe) -> Iterator[Problem]:
 @check(
     *("launch.placement", "external", "sync.transport"),
     *(f"rollout.{key}" for key in ("engine", "workers", "device")),
-    *(f"train.{key}" for key in ("engine", "device", "dp", "tp")),
+    *(f"train.{key}" for key in ("engine", "device", "dp", "cp", "tp")),
 )
 def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.colocated:

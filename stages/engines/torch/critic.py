@@ -38,9 +38,9 @@ class TorchCriticEngine(TorchTrainEngine):
                 for name, value in load_file(head).items():
                     self._value_head[name].copy_(value)
 
-    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _outputs(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The values float32 [T], also in the place of logprobs; entropies of zero."""
-        values = self._run(lambda: values_of(self._hidden(packed), self._value_head, packed.source))
+        values = values_of(self._hidden(packed), self._value_head, packed.source)
         return values, torch.zeros_like(values), values
 
     def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:

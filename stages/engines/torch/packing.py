@@ -10,7 +10,7 @@ token is predicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +63,13 @@ class AttentionBlock:
 @dataclass(frozen=True)
 class PackedPiece:
     """A prompt among the packed tokens, and its rows. ``apart``: those of blocks that do not join the prompt; they attend to
-    it in one call. ``positions`` int64, on the CPU: of the tokens ``apart``."""
+    it in one call. ``positions`` int64, on the CPU: of the tokens ``apart``. ``rows``: fed tokens of each row."""
 
     prompt: slice
     blocks: tuple[AttentionBlock, ...]
     apart: slice
     positions: torch.Tensor
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class PackedBatch:
     targets: torch.Tensor  # int64 [T]
     longest: int  # tokens of a sequence that are fed
     experts: torch.Tensor | None = None  # uint8 or int16 [S, layers * top-k] that routers choose; None: as they do
+    attend: Callable[..., torch.Tensor] | None = None  # instead of attention(), where ranks have a part of the S each
 
 
 @dataclass
@@ -122,7 +124,8 @@ def pack(
             row_start += tokens
         blocks = tuple(_blocks(prompt_end, length, fed, device))
         apart = slice(prompt_end, max([prompt_end, *(block.end for block in blocks if not block.joined)]))
-        pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, torch.cat(own)[: apart.stop - apart.start]))
+        seen = torch.cat(own)[: apart.stop - apart.start]
+        pieces.append(PackedPiece(slice(at, prompt_end), blocks, apart, seen, tuple(fed)))
         at = row_start
     pairs = zip(prompts, experts, strict=False)
     chosen = [part for prompt, of in pairs for part in (of[0][: len(prompt)], *(row[len(prompt) :] for row in of))]
@@ -168,8 +171,19 @@ def shared_prompt_attention(
     feeding, sinks = state_of(module), options.get("s_aux")
     packed, scores = feeding.packed, Scores.of(query, options, feeding.fused)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [S, heads, D]
-    out: torch.Tensor = _SharedPromptAttention.apply(q, k, v, sinks, packed, scores)  # type: ignore[no-untyped-call]
-    return out[None], None
+    return (packed.attend or attention)(q, k, v, sinks, packed, scores)[None], None
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    packed: PackedBatch,
+    scores: Scores,
+) -> torch.Tensor:
+    """Attention [S, H, E] of ``q`` [S, H, D] over ``k`` [S, KV heads, D] and ``v`` [S, KV heads, E]."""
+    return _SharedPromptAttention.apply(q, k, v, sinks, packed, scores)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SharedPromptAttention(torch.autograd.Function):
@@ -187,15 +201,15 @@ class _SharedPromptAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         out, total = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=wide(q))
         for piece in packed.pieces:
-            of_prompt = _batch(k, piece.prompt), _batch(v, piece.prompt)
-            _put(out, total, piece.prompt, *attend(_batch(q, piece.prompt), *of_prompt, _places(piece.prompt), scores))
+            of_prompt = as_batch(k, piece.prompt), as_batch(v, piece.prompt)
+            put(out, total, piece.prompt, *attend(as_batch(q, piece.prompt), *of_prompt, _places(piece.prompt), scores))
             for block in piece.blocks:
                 keys, values = (block.keys(x, own) for x, own in zip((k, v), of_prompt, strict=True))
                 found = attend(block.padded(q), keys, values, block.places(), scores)
                 out[block.start : block.end], total[block.start : block.end] = (block.packed(x) for x in found)
             if len(piece.positions):
-                found = attend(_batch(q, piece.apart), *of_prompt, piece.positions, scores)
-                _put(out, total, piece.apart, *merge(_batch(out, piece.apart), _batch(total, piece.apart), *found))
+                found = attend(as_batch(q, piece.apart), *of_prompt, piece.positions, scores)
+                put(out, total, piece.apart, *merge(as_batch(out, piece.apart), as_batch(total, piece.apart), *found))
         if sinks is not None:
             out, total = merge(out, total, None, sinks.to(total.dtype))
         ctx.save_for_backward(q, k, v, sinks, out, total)
@@ -209,8 +223,8 @@ class _SharedPromptAttention(torch.autograd.Function):
         to_q, to_k, to_v = (torch.empty_like(x) for x in (q, k, v))
         of_queries = gradient, q, out, total
         for piece in ctx.packed.pieces:
-            g, queries, o, t = (_batch(x, piece.prompt) for x in of_queries)
-            keys, values = _batch(k, piece.prompt), _batch(v, piece.prompt)
+            g, queries, o, t = (as_batch(x, piece.prompt) for x in of_queries)
+            keys, values = as_batch(k, piece.prompt), as_batch(v, piece.prompt)
             to_prompt = attend_backward(g, queries, keys, values, o, t, _places(piece.prompt), ctx.scores)
             for block in piece.blocks:
                 g, queries, o, t = (block.padded(x) for x in of_queries)
@@ -223,7 +237,7 @@ class _SharedPromptAttention(torch.autograd.Function):
                     shared = (part[:, :, : block.joined].sum(0, keepdim=True) for part in found)
                     to_prompt = to_prompt[0], *(a + b for a, b in zip(to_prompt[1:], shared, strict=True))
             if len(piece.positions):
-                g, queries, o, t = (_batch(x, piece.apart) for x in of_queries)
+                g, queries, o, t = (as_batch(x, piece.apart) for x in of_queries)
                 of_row, *found = attend_backward(g, queries, keys, values, o, t, piece.positions, ctx.scores)
                 to_q[piece.apart] += of_row[0].transpose(0, 1)
                 to_prompt = to_prompt[0], *(a + b for a, b in zip(to_prompt[1:], found, strict=True))
@@ -236,12 +250,12 @@ class _SharedPromptAttention(torch.autograd.Function):
         return to_q, to_k, to_v, to_sinks, None, None
 
 
-def _batch(x: torch.Tensor, tokens: slice) -> torch.Tensor:
+def as_batch(x: torch.Tensor, tokens: slice) -> torch.Tensor:
     """``tokens`` of ``x`` [S, heads, …] as a batch of one row, [1, heads, n, …]."""
     return x[tokens].transpose(0, 1)[None]
 
 
-def _put(out: torch.Tensor, total: torch.Tensor, tokens: slice, found: torch.Tensor, found_total: torch.Tensor) -> None:
+def put(out: torch.Tensor, total: torch.Tensor, tokens: slice, found: torch.Tensor, found_total: torch.Tensor) -> None:
     out[tokens], total[tokens] = found[0].transpose(0, 1), found_total[0].transpose(0, 1)
 
 

@@ -43,9 +43,10 @@ from stages import device as devices
 from stages.adapters.export import ADAPTER, base_weights, save_adapter, write_merged
 from stages.adapters.options import AdapterOptions
 from stages.adapters.training import fill_adapters
-from stages.engines.strategies import Ranks
+from stages.engines.strategies import ContextParallel, Ranks, fits_ulysses
 from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.parallel.context import divide
 from stages.engines.torch.parallel.experts import deal_experts
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.tensor import cut_matrices
@@ -114,7 +115,8 @@ class ShardedTrainEngine(TorchTrainEngine):
     shard alone (:mod:`stages.weight_files`). To :meth:`train_batch` and :meth:`logprobs` it passes the rows of its replica's
     share: at least one, disjoint from those of other replicas. Results equal those of one process with all rows, up to the
     order of sums; metrics are the same on all ranks. With ``compute``, FSDP2 makes the copies in which a rank computes as it
-    gathers a layer; a rank holds shards of the master weights alone.
+    gathers a layer; a rank holds shards of the master weights alone. ``context_parallel``: how ranks of ``cp`` compute
+    attention; micro-batches have ``token_budget`` tokens for each of them.
 
     Raises ValueError for a tensor-parallel plan that this engine does not support.
     """
@@ -127,6 +129,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         weights: WeightFiles | None = None,
         store: dist.Store | None = None,
         timeout: float = 300.0,
+        context_parallel: ContextParallel = "ulysses",
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
@@ -138,7 +141,13 @@ class ShardedTrainEngine(TorchTrainEngine):
             join(ranks, store, device, timeout)
             self._secret = bytes(store.get(_SECRET))
         self._base: dict[str, torch.Tensor] = {}  # on rank 0: what exports add adapters to, where no file has it
+        self._context_parallel: ContextParallel = context_parallel
+        heads = model.config.get_text_config().num_attention_heads if ranks.cp > 1 else ranks.tp
+        if context_parallel == "ulysses" and not fits_ulysses(heads, ranks.tp, ranks.cp):
+            raise ValueError(f"cp: {ranks.cp} ranks cannot share {heads} heads evenly; use context_parallel = 'ring'")
         super().__init__(model, device=device, **options)
+        if self._token_budget is not None:
+            self._token_budget *= ranks.cp
 
     def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
         ranks, kind = self.ranks, self.device.type
@@ -178,7 +187,11 @@ class ShardedTrainEngine(TorchTrainEngine):
         return self.model(compute, *arguments)  # type: ignore[no-any-return]
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._run(super()._compute, packed)
+        if self._meshes.cp is None:
+            return super()._compute(packed)
+        share = divide(packed, self._meshes.cp.get_group(), self._context_parallel)
+        logprobs, entropy, values = super()._compute(share.fed)
+        return share.whole(logprobs), share.whole(entropy), share.whole(values)
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         if not passes:
@@ -189,6 +202,11 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
         return self._gathered(values.flatten()).sum(0).view_as(values).cpu()
+
+    def _total_of_tokens(self, counts: torch.Tensor) -> torch.Tensor:
+        if self._meshes.cp is not None:
+            dist.all_reduce(counts := counts.to(self.device, copy=True), group=self._meshes.cp.get_group())
+        return self._total(counts)
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         names = sorted(metrics)
@@ -219,7 +237,9 @@ class ShardedTrainEngine(TorchTrainEngine):
         heads = []  # of values: whole on every rank, which has added up the gradient of its own rows
         for head in self._value_head.values():
             head.grad = torch.zeros_like(head) if head.grad is None else head.grad
-            dist.all_reduce(head.grad, group=self._meshes.replicas.get_group())
+            for mesh in (self._meshes.replicas, self._meshes.cp):
+                if mesh is not None:
+                    dist.all_reduce(head.grad, group=mesh.get_group())
             heads.append(head.grad)
         if heads:
             by_copies.setdefault(self.ranks.world, []).extend(heads)

@@ -191,6 +191,10 @@ class TorchTrainEngine:
         """``values`` added up over all ranks."""
         return values
 
+    def _total_of_tokens(self, counts: torch.Tensor) -> torch.Tensor:
+        """``counts`` of the tokens that each rank was fed, added up over all ranks."""
+        return counts
+
     def _idle_pass(self) -> torch.Tensor:
         """One pass through the model on one token, while other ranks have work. Returns a logprob [1]."""
         token = torch.zeros(1, dtype=torch.int64)
@@ -282,11 +286,11 @@ class TorchTrainEngine:
             for _ in range(passes - len(plan)):
                 idle = self._idle_pass()
                 idle.backward(torch.zeros_like(idle))
-            own = {"fed_tokens": float(fed), **self.expert_load.metrics(self._total)}
+            own = {"fed_tokens": float(fed), **self.expert_load.metrics(self._total_of_tokens)}
             added = self._add_up({name: value.item() for name, value in sums.items()} | own)
             loss, engine_metrics = added.pop("loss"), {name: added.pop(name) for name in own}
             gap, metrics = split_gap(added)
-            gap |= self._routing.metrics(self._total)
+            gap |= self._routing.metrics(self._total_of_tokens)
             grad_norm = self._clip()
             if not (math.isfinite(grad_norm) and math.isfinite(loss)):
                 raise FloatingPointError(
@@ -350,6 +354,9 @@ class TorchTrainEngine:
         self._forget_gradients()
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._run(self._outputs, packed)
+
+    def _outputs(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """float32 [T], [T], [T]: the logprobs of ``packed.targets``; the entropies of the distributions that they are of,
         empty where nothing is trained; and the values of the states before the targets, empty without a value head."""
         hidden = self._hidden(packed)

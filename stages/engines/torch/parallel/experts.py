@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from stages.engines.torch.parallel.collectives import AllToAll, Join, Slice, own_slice
 from stages.engines.torch.parallel.mesh import Meshes
 
 Group = dist.ProcessGroup | None
@@ -63,8 +64,8 @@ def _dispatched(
     """What ``plain``, the module's own forward, returns with all experts."""
     count, chosen = len(tokens), experts.shape[-1]
     if tp is not None:
-        tokens, weights = _Slice.apply(tokens, tp), _Slice.apply(weights, tp)  # type: ignore[no-untyped-call]
-        experts = _own(experts, tp)
+        tokens, weights = Slice.apply(tokens, tp), Slice.apply(weights, tp)  # type: ignore[no-untyped-call]
+        experts = own_slice(experts, tp)
     pairs, order = experts.flatten().sort(stable=True)
     rows, sent, received = tokens[order // chosen], [len(pairs)], [len(pairs)]
     if ep is not None:
@@ -72,15 +73,15 @@ def _dispatched(
         coming = torch.empty_like(going)
         dist.all_to_all_single(coming, going, group=ep)
         sent, received = torch.stack([going, coming]).view(2, ep.size(), -1).sum(-1).tolist()
-        rows = _AllToAll.apply(rows, sent, received, ep)  # type: ignore[no-untyped-call]
+        rows = AllToAll.apply(rows, sent, received, ep)  # type: ignore[no-untyped-call]
         pairs = torch.arange(module.num_experts, device=going.device).repeat(ep.size()).repeat_interleave(coming)
     rows = _computed(module, plain, rows, pairs[:, None])
     if ep is not None:
-        rows = _AllToAll.apply(rows, received, sent, ep)  # type: ignore[no-untyped-call]
+        rows = AllToAll.apply(rows, received, sent, ep)  # type: ignore[no-untyped-call]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     out = (rows[back].view(len(tokens), chosen, tokens.shape[-1]) * weights[..., None]).sum(1).to(tokens.dtype)
-    return out if tp is None else _Join.apply(out, count, tp)  # type: ignore[no-any-return, no-untyped-call]
+    return out if tp is None else Join.apply(out, count, tp)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _computed(
@@ -98,69 +99,6 @@ def _computed(
         return plain(given, experts, given.new_ones(len(given), 1))[: len(rows)]
     finally:
         module._parameters.update(parameters)
-
-
-def _own(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's slice of ``x`` [T, ...] by torch's chunk rule."""
-    step = -(-len(x) // group.size())
-    return x[group.rank() * step : (group.rank() + 1) * step]
-
-
-def _joined(part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The slices of all ranks, ``count`` rows."""
-    step = -(-count // group.size())
-    padded = part.new_zeros(step, *part.shape[1:])
-    padded[: len(part)] = part
-    parts = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([one[: max(0, count - at * step)] for at, one in enumerate(parts)])
-
-
-class _Slice(torch.autograd.Function):
-    """Of what all ranks hold, the own slice. The gradient is of the whole, on each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.count, ctx.group = len(x), group
-        return _own(x, group).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _joined(gradients[0], ctx.count, ctx.group), None
-
-
-class _Join(torch.autograd.Function):
-    """The whole of all ranks' slices. Each rank has the same gradient of it, and takes its slice."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _joined(part, count, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own(gradients[0], ctx.group), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks of ``group``: so many to each, in order, and so many from each. Gradients go back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
 
 
 class ExpertLoad:

@@ -19,23 +19,38 @@ from tests.stages.products import after_steps, first_step, name_of
 from tests.stages.sharded import OPTIONS, gradients_of_step, model_of, positions, resumed, saved
 from tests.stages.sharded import algorithm as grpo
 
-# kind of model (see tests/stages/sharded.py), strategies
-PRODUCTS: list[tuple[str, dict[str, int]]] = [
-    ("qwen3", {"dp": 4, "dp_replicate": 2}),
-    ("biased", {"dp": 2, "dp_replicate": 2, "tp": 2}),
-    ("llama", {"dp": 4, "dp_replicate": 2, "tp": 2}),
-    ("experts", {"dp": 2, "ep": 2}),
-    ("experts", {"dp": 4, "ep": 4}),
-    ("moe", {"dp": 2, "tp": 2, "ep": 2}),
-    ("experts", {"dp": 2, "tp": 2, "ep": 4}),
-    ("moe", {"dp": 1, "tp": 2}),
-    ("experts", {"dp": 4, "dp_replicate": 2, "ep": 2}),
+# kind of model (see tests/stages/sharded.py), strategies, and options of the engine
+RING = {"context_parallel": "ring"}
+PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("qwen3", {"dp": 4, "dp_replicate": 2}, {}),
+    ("biased", {"dp": 2, "dp_replicate": 2, "tp": 2}, {}),
+    ("llama", {"dp": 4, "dp_replicate": 2, "tp": 2}, {}),
+    ("experts", {"dp": 2, "ep": 2}, {}),
+    ("experts", {"dp": 4, "ep": 4}, {}),
+    ("moe", {"dp": 2, "tp": 2, "ep": 2}, {}),
+    ("experts", {"dp": 2, "tp": 2, "ep": 4}, {}),
+    ("moe", {"dp": 1, "tp": 2}, {}),
+    ("experts", {"dp": 4, "dp_replicate": 2, "ep": 2}, {}),
+    ("qwen3", {"cp": 2}, {}),
+    ("qwen3", {"cp": 2}, RING),
+    ("grouped", {"cp": 4}, {}),
+    ("grouped", {"cp": 4}, RING),
+    ("grouped", {"dp": 2, "cp": 2}, {}),
+    ("grouped", {"dp": 2, "tp": 2, "cp": 2}, {}),
+    ("llama", {"dp": 2, "tp": 2, "cp": 2}, RING),
+    ("grouped", {"dp": 2, "dp_replicate": 2, "cp": 2}, RING),
+    ("sinks", {"cp": 2}, {}),
+    ("sinks", {"cp": 2}, RING),
+    ("experts", {"cp": 2, "ep": 2}, {}),
+    ("moe", {"dp": 2, "cp": 2, "ep": 2}, RING),
 ]
 # A checkpoint of one product, resumed at the next: of models with experts, and of others.
 OF_EXPERTS = [product for product in PRODUCTS if product[0] in ("experts", "moe")]
 OTHERS = [product for product in PRODUCTS if product not in OF_EXPERTS]
-PAIRS = [(kind, first, then) for some in (OTHERS, OF_EXPERTS) for (kind, first), (_, then) in pairwise(some)]
-each = pytest.mark.parametrize(("kind", "chosen"), PRODUCTS, ids=[f"{kind}-{name_of(of)}" for kind, of in PRODUCTS])
+PAIRS = [(kind, first, then) for some in (OTHERS, OF_EXPERTS) for (kind, first, _), (_, then, _) in pairwise(some)]
+each = pytest.mark.parametrize(
+    ("kind", "chosen", "options"), PRODUCTS, ids=[f"{kind}-{name_of(*of)}" for kind, *of in PRODUCTS]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +63,15 @@ def alone(kind: str) -> dict[str, Any]:
     engine = TorchTrainEngine(model_of(kind), **OPTIONS)
     logprobs = [row.tolist() for row in engine.logprobs(make_batch()).unbind()]
     gradients, metrics = gradients_of_step(engine, make_batch(), grpo())
-    return {"metrics": metrics, "logprobs": logprobs, "gradients": gradients, "steps": after_steps(None, kind)}
+    return {"metrics": metrics, "logprobs": logprobs, "gradients": gradients, "steps": after_steps(None, kind, {})}
 
 
 @each
-def test_gradients_and_three_steps_are_those_of_one_process(kind: str, chosen: dict[str, int]) -> None:
+def test_gradients_and_three_steps_are_those_of_one_process(
+    kind: str, chosen: dict[str, int], options: dict[str, Any]
+) -> None:
     """Gradients within 1e-5 in float32; weights after three steps within 1e-4 in float64, where rounding grows less."""
-    expected, found = alone(kind), of_product(chosen, first_step, kind)
+    expected, found = alone(kind), of_product(chosen, first_step, kind, options)
     shares = positions(chosen.get("dp", 1))
     for rank, result in enumerate(found):
         got, wanted = dict(result["metrics"]), dict(expected["metrics"])

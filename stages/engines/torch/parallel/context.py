@@ -1,0 +1,72 @@
+"""Context parallelism: the tokens of a packed micro-batch divided over the ``cp`` ranks of a replica.
+
+    the same micro-batch of S tokens on each rank ─▶ about S / cp of them through embeddings, layers and head;
+                                                     in attention the ranks exchange what it needs (ulysses.py, ring.py)
+    logprobs of own tokens ─▶ gathered: [T] on each rank, so that algorithms see whole rows;
+                              backward: each rank follows the gradient of its own part
+
+The loss is the same on each rank, and its gradient reaches the weights through the tokens of each rank alone, so gradients
+add up over the ranks as those of data-parallel ones do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
+
+from stages.engines.strategies import ContextParallel
+from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.parallel.collectives import Join
+from stages.engines.torch.parallel.ring import Ring, inverse
+from stages.engines.torch.parallel.ulysses import attention_by_heads
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's tokens of a micro-batch, ``fed``, as a model takes them, and where each of the T predicted tokens is among
+    those that the ranks predict: ``answers`` int64 [T]."""
+
+    fed: PackedBatch
+    answers: torch.Tensor
+    group: dist.ProcessGroup
+
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """The numbers of all ranks in the order of the micro-batch, [T], from those of this rank; empty ones stay so."""
+        if not len(own):
+            return own
+        joined = Join.apply(own, self.group.size() * len(own), self.group)  # type: ignore[no-untyped-call]
+        return joined.index_select(0, self.answers)  # type: ignore[no-any-return]
+
+
+def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParallel) -> Share:
+    """Returns the share of this rank of ``group`` in ``packed``, which is the same on all of them. Ranks have equally many
+    tokens: some feed the first one again, where nothing reads it."""
+    size, rank, device, count = group.size(), group.rank(), packed.ids.device, packed.ids.shape[1]
+    attend: Callable[..., torch.Tensor]
+    if method == "ring":
+        ring = Ring(packed, group)
+        parts, attend = ring.tokens, ring.attention
+    else:
+        parts = pad_sequence(list(torch.arange(count).tensor_split(size)), batch_first=True, padding_value=-1)
+        attend = partial(attention_by_heads, group, inverse(parts, count).to(device))
+    predicts = inverse(parts, count)[packed.places[packed.source].cpu()]  # [T]: places among the tokens of all ranks
+    of_ranks = [(predicts // parts.shape[1] == at).nonzero()[:, 0] for at in range(size)]
+    targets = pad_sequence(of_ranks, batch_first=True, padding_value=-1)
+    places, source = (predicts[targets[rank]] % parts.shape[1]).unique(return_inverse=True)
+    own = parts[rank].clamp(min=0).to(device)
+    fed = replace(
+        packed,
+        ids=packed.ids[:, own],
+        positions=packed.positions[:, own],
+        places=places.to(device),
+        source=source.to(device),
+        targets=packed.targets[targets[rank].to(device)],
+        experts=None if packed.experts is None else packed.experts[own],
+        attend=attend,
+    )
+    return Share(fed, inverse(targets, len(predicts)).to(device), group)
