@@ -8,7 +8,11 @@
     reference  logprobs of one step's rows
 
     python benchmarks/memory.py [--json FILE] [--case NAME …] [--side train rollout reference]
+    python benchmarks/memory.py --live [--case NAME …]
     python benchmarks/memory.py --varied 300 [--case NAME …] [--side train rollout]
+
+``--live``: instead, of ``train``, what torch's allocator has given and not got back, at most, in the second step: without
+what the C library keeps, and without the copy for a checkpoint. This is what a device would need.
 
 ``--varied STEPS``: instead, resident memory after each tenth of so many steps (train) or batches (rollout) of rows of random
 lengths, above that after the first one. Environment variables that are set replace those of workers.
@@ -30,18 +34,20 @@ import random
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from orchestration.processes.forkserver import ENVIRONMENT
-from orchestration.recipe.checks.memory_parts import Engine
+from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, Engine
 from orchestration.recipe.load import parse_recipe
-from orchestration.recipe.planner import memory_of
+from orchestration.recipe.model_files import experts_of
+from orchestration.recipe.planner import config_of, memory_of
 from orchestration.recipe.schema import Recipe
 from stages.engines.strategies import Ranks
 from stages.models import empty_model, weight_shapes
 
-Model = str | dict[str, Any]  # a source, or the sizes of a Llama
+Model = str | dict[str, Any]  # a source, or the sizes of a Llama, with experts of a Qwen3-MoE
 Changes = dict[str, Any]  # of the recipe, by key
 SMALL: dict[str, Any] = {
     "hidden_size": 384,
@@ -51,6 +57,8 @@ SMALL: dict[str, Any] = {
 }
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True}
 FIRST = {**SMALL, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "head_dim": 48}
+EXPERTS = {**SMALL, **ROUTED}
 MANY_WORDS = {**SMALL, "num_hidden_layers": 2, "vocab_size": 49152}
 CHECKPOINTING: Changes = {"train.activation_checkpointing": True}
 BFLOAT16: Changes = {"model.dtype": "bfloat16"}
@@ -81,6 +89,10 @@ CASES: dict[str, tuple[Model, Changes]] = {
     "small, dp = 2": (SMALL, TWO_RANKS),
     "small, dp = 2, bfloat16": (SMALL, {**TWO_RANKS, **BFLOAT16}),
     "many words, dp = 2": (MANY_WORDS, TWO_RANKS),
+    "small, dp = 2, two copies": (SMALL, {**TWO_RANKS, "train.dp_replicate": 2}),
+    "small, tp = 2": (SMALL, {"train.tp": 2}),
+    "experts, dp = 2": (EXPERTS, TWO_RANKS),
+    "experts, dp = 2, ep = 2": (EXPERTS, {**TWO_RANKS, "train.ep": 2}),
     "many words": (MANY_WORDS, {"rollout.max_rows": 64}),
     "many words, bfloat16": (MANY_WORDS, BFLOAT16),
     "quickstart": ("smollm2", QUICKSTART),
@@ -113,12 +125,15 @@ def recipe_of(source: str, changes: Changes) -> Recipe:
 
 def make_model(config: dict[str, Any], folder: Path, dtype: str = "float32") -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from stages.models import tiny_tokenizer
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**config, max_position_embeddings=8192))
+    config_class, model_class = LlamaConfig, LlamaForCausalLM
+    if "num_experts" in config:
+        config_class, model_class = Qwen3MoeConfig, Qwen3MoeForCausalLM  # type: ignore[assignment]
+    model: Any = model_class(config_class(**config, max_position_embeddings=8192))  # type: ignore[arg-type]
     torch.nn.Module.to(model, getattr(torch, dtype))
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -188,6 +203,28 @@ def train(recipe: Recipe, ranks: Ranks, meeting: Path) -> None:
     writer.copy()
     engine.train_batch(rows, algorithm)
     engine.close()
+
+
+def live(recipe: Recipe, ranks: Ranks, meeting: Path) -> int:
+    """Bytes of tensors in the second step of :func:`train`, at most."""
+    from torch.distributed import FileStore
+
+    from orchestration.recipe.flow import algorithm_of
+    from orchestration.run.engines import train_engine
+    from tests.allocations import Allocations
+
+    store = FileStore(str(meeting), ranks.world)
+    engine: Any = train_engine(recipe, *((ranks, store) if ranks.world > 1 else ()))
+    rows, algorithm = rows_of_a_step(recipe), algorithm_of(recipe)
+    engine.train_batch(rows, algorithm)
+    held = 3 * sum(parameter.nbytes for parameter in engine._trained.values())  # with AdamW's moments
+    if engine._dtype != next(iter(engine._trained.values())).dtype and ranks.world == 1:
+        held += sum(parameter.nbytes for parameter in engine.model.parameters())
+    record = Allocations()
+    engine.train_batch(rows, algorithm)
+    record.stop()
+    engine.close()
+    return held + max(itertools.accumulate(record.sizes()))
 
 
 def reference(recipe: Recipe, *_: Any) -> None:
@@ -263,30 +300,37 @@ async def growth(side: Engine, recipe: Recipe, steps: int) -> list[int]:
 WORK: dict[Engine, Callable[[Recipe, Ranks, Path], None]] = {"train": train, "rollout": rollout, "reference": reference}
 
 
-def in_children(side: Engine, recipe: Recipe) -> int:
-    """What :func:`measured` returns in a process of its own for each rank of the side: the most."""
+def in_children(side: Engine, recipe: Recipe, of_torch: bool) -> int:
+    """What :func:`measured`, or ``of_torch`` :func:`live` returns in a process of its own for each rank of the side: the
+    most."""
     os.environ.update({**ENVIRONMENT, **os.environ})  # as workers have
-    dp, tp = (recipe.train.dp, recipe.train.tp) if side == "train" else (1, 1)
+    of = Ranks.of(0, recipe.train) if side == "train" else Ranks(0)
     with tempfile.TemporaryDirectory(prefix="adk-memory-") as other, ExitStack() as stack:
-        make_model(FIRST, Path(other))
-        children = [stack.enter_context(multiprocessing.get_context("spawn").Pool(1)) for _ in range(dp * tp)]
+        make_model(FIRST | (ROUTED if experts_of(config_of(recipe.model.source))[0] else {}), Path(other))
+        children = [stack.enter_context(multiprocessing.get_context("spawn").Pool(1)) for _ in range(of.world)]
         found = [
-            child.apply_async(measured, (side, recipe, other, Ranks(rank, dp, tp)))
+            child.apply_async(live, (recipe, replace(of, rank=rank), Path(other, "1")))
+            if of_torch
+            else child.apply_async(measured, (side, recipe, other, replace(of, rank=rank)))
             for rank, child in enumerate(children)
         ]
         return max(each.get() for each in found)
 
 
-def compare(model: Model, changes: Changes, sides: Collection[Engine]) -> Iterator[dict[str, Any]]:
+def compare(
+    model: Model, changes: Changes, sides: Collection[Engine], of_torch: bool = False
+) -> Iterator[dict[str, Any]]:
     """Derived parts and measured bytes of each side of a case."""
     with tempfile.TemporaryDirectory(prefix="adk-memory-") as home:
         if not isinstance(model, str):
             make_model(model, Path(home), changes.get("model.dtype", "float32"))
         recipe = recipe_of(model if isinstance(model, str) else home, changes)
         for side, parts in memory_of(recipe).items():
+            if of_torch:
+                parts = {part: size for part, size in parts.items() if part not in (*HOST_PARTS, *CPU_PARTS)}
             if side in sides:
-                total = sum(parts.values())
-                yield {"side": side, "derived": total, "measured": in_children(side, recipe), "parts": parts}
+                total, taken = sum(parts.values()), in_children(side, recipe, of_torch)
+                yield {"side": side, "derived": total, "measured": taken, "parts": parts}
 
 
 def show_growth(cases: Collection[str], sides: Collection[Engine], steps: int) -> int:
@@ -316,13 +360,14 @@ def main() -> int:
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--side", nargs="*", default=list(WORK), choices=list(WORK))
     parser.add_argument("--varied", type=int, metavar="STEPS", help="growth over so many steps instead, at least 10")
+    parser.add_argument("--live", action="store_true", help="what torch has allocated in a train step instead")
     arguments = parser.parse_args()
     if arguments.varied:
         return show_growth(arguments.case, arguments.side, arguments.varied)
     found: list[dict[str, Any]] = []
     print("| case | process | derived, MiB | measured, MiB | ratio | parts, MiB |\n|---|---|---|---|---|---|")
     for name in arguments.case:
-        for row in compare(*CASES[name], arguments.side):
+        for row in compare(*CASES[name], ["train"] if arguments.live else arguments.side, arguments.live):
             found.append({"case": name, **row})
             parts = ", ".join(f"{part} {size / 2**20:,.0f}" for part, size in row["parts"].items() if size >= 2**20)
             derived, taken = row["derived"], row["measured"]

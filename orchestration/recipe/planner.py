@@ -150,12 +150,15 @@ def plan(recipe: Recipe) -> Plan:
         parameters=parameters,
         trained_parameters=trained_parameters(recipe),
         train_ranks=recipe.train.ranks,
-        train_bytes=-(-(4 * trained * ITEM_BYTES[recipe.trained_dtype] + (weights if recipe.adapters else 0)) // ranks)
+        train_bytes=-(
+            -(4 * trained * ITEM_BYTES[recipe.trained_dtype] + (weights if recipe.adapters else 0))
+            // recipe.train.shards
+        )
         + (published if recipe.mixed_precision and ranks == 1 else 0),
         rollout_bytes=(weights + (0 if recipe.colocated or direct else published)) * recipe.replicas,
         reference_bytes=reference * ITEM_BYTES[recipe.model.dtype] if recipe.reference_is_here else 0,
         slot_bytes=0 if recipe.colocated else (WEIGHT_SLOTS + VLLM_SLOTS * stores) * published,
-        copy_bytes=-(-_saved_bytes(recipe) // ranks),
+        copy_bytes=-(-_saved_bytes(recipe) // recipe.train.shards),
         turns=turns(recipe) if recipe.colocated and parameters else None,
         memory=memory_of(recipe),
         flow=document(flow_of(recipe)),

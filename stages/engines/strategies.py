@@ -52,6 +52,11 @@ class Strategies(BaseModel):
         """Processes that train together."""
         return prod(getattr(self, name, 1) for name in ("dp", "tp", "pp", "cp"))
 
+    @property
+    def shards(self) -> int:
+        """Of them, so many divide the weights; the others hold copies."""
+        return self.ranks // self.dp_replicate
+
 
 @dataclass(frozen=True)
 class Ranks:

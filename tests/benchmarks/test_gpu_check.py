@@ -29,12 +29,12 @@ def test_on_a_cpu_the_smoke_run_passes_and_disowns_its_speeds(
         torch.set_num_threads(before)
     figures = [Figure(**figure) for figure in json.loads((tmp_path / "check.json").read_text())["figures"]]
     limited = [figure for figure in figures if figure.limit is not None]
-    assert len(limited) == 13
+    assert len(limited) == 19
     assert all(figure.value <= 1e-4 for figure in limited), "the CPU agrees with itself far closer than another device"
     lines = capsys.readouterr().out.splitlines()[1:]
     for figure, text in zip(figures, lines, strict=True):
         assert text.endswith("(no meaning on a CPU)") == figure.timed
-    assert [figure.value for figure in figures if "replay" in figure.name] == [0] * 4
+    assert [figure.value for figure in figures if "replay" in figure.name] == [0] * 6
     timed = (
         "rollout",
         "update",

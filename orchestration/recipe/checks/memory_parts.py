@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from orchestration.recipe.model_files import experts_of
+
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
 
@@ -39,11 +41,14 @@ Parts = dict[str, int]
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of a decoder, from its config. ``intermediate``: of the MLP, in a mixture of experts of all that one token
-    uses. ``head``: elements of one head."""
+    uses. ``experts``: parameters of all experts of a layer. ``routed``: elements of the rows that go to
+    one token's experts. ``head``: elements of one head."""
 
     layers: int
     width: int
     intermediate: int
+    experts: int
+    routed: int
     heads: int
     kv_heads: int
     head: int
@@ -61,11 +66,13 @@ class Sizes:
         try:
             heads, width = int(config["num_attention_heads"]), int(config["hidden_size"])
             used = int(config.get("num_experts_per_tok") or 1)
-            one = config.get("moe_intermediate_size") if used > 1 else None
+            one = int((used > 1 and config.get("moe_intermediate_size")) or config["intermediate_size"])
             return cls(
                 int(config["num_hidden_layers"]),
                 width,
-                used * int(one or config["intermediate_size"]),
+                used * one,
+                3 * experts_of(config)[0] * one * width,
+                used * width if experts_of(config)[0] else 0,
                 heads,
                 int(config.get("num_key_value_heads") or heads),
                 int(config.get("head_dim") or width // heads),
@@ -104,10 +111,12 @@ def layer_bytes(sizes: Sizes, item: int, tokens: int) -> int:
     """Bytes that one layer of a decoder with gated MLPs keeps of ``tokens`` for the backward pass, ``item`` bytes a number.
     Of the two norms: float32 inputs, inverse deviations, and outputs, in a lower dtype also those before their weights. Of
     attention: queries, keys, values, outputs and log-sum-exps. Of the MLP: gate before and after its activation, up, and
-    their product."""
+    their product; of experts also the rows that they are given and return, each twice: in order of experts and of tokens."""
     norms = (2 if item == FLOAT else 4) * sizes.width
     attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.head
-    each = item * (norms + 4 * sizes.intermediate + attention) + FLOAT * (2 * sizes.width + sizes.heads + 2)
+    each = item * (norms + 4 * (sizes.intermediate + sizes.routed) + attention) + FLOAT * (
+        2 * sizes.width + sizes.heads + 2
+    )
     return tokens * each
 
 
@@ -118,10 +127,10 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
     adapters the others are frozen."""
     train, batch = recipe.train, micro_batch(recipe, prompt)
     item, trained = ITEM_BYTES[recipe.model.dtype], ITEM_BYTES[recipe.trained_dtype]
-    share, one = -(-learned // train.ranks), train.ranks == 1
-    frozen = -(-parameters // train.ranks) * item if recipe.adapters else 0
+    share, one = -(-learned // train.shards), train.ranks == 1
+    frozen = -(-parameters // train.shards) * item if recipe.adapters else 0
     activations, logits, gradients = max(_moments_of_a_step(recipe, sizes, batch, share * trained), key=sum)
-    layer = max(0, parameters - sizes.outside) // sizes.layers // train.tp
+    layer = max(0, (parameters - sizes.outside) // sizes.layers - sizes.experts) // train.tp + sizes.experts // train.ep
     freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
     kept = _kept(freed, item * batch.tokens * sizes.intermediate // train.tp)
     if not one and trained * layer < MAPPED_BYTES:

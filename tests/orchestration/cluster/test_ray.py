@@ -92,12 +92,17 @@ async def test_at_staleness_0_a_run_on_three_nodes_learns_what_the_plain_loop_le
 async def test_a_killed_host_gets_its_room_again_also_through_rays_client(
     cluster: Any, client_port: int, tmp_path: Path
 ) -> None:
-    keys = {"rollout__threads": 4, "train__steps": 3000}  # no two rollouts have room on one node
+    keys = {"rollout__threads": 4, "train__steps": 30_000}  # no two rollouts have room on one node
     run = Run.create(of(f"ray://127.0.0.1:{client_port}", MOCK, **keys), tmp_path / "run")
     async with executing(run) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 2 and len(hosts_of(watched, "ready")) == 3, 280)
-        first = hosts_of(watched, "ready")
-        host = next(e["host"] for e in watched.of("worker") if (e["worker"], e["change"]) == ("rollout-0", "ready"))
+
+        def homes() -> list[str]:
+            ready = ("rollout-0", "ready")
+            return [e["host"] for e in watched.of("worker") if (e["worker"], e["change"]) == ready]
+
+        await watched.until(lambda: bool(homes()), 280)
+        first, host = hosts_of(watched, "ready"), homes()[0]
         psutil.Process(first[host]["pid"]).kill()
         await watched.until(lambda: len(hosts_of(watched, "ready")) == 4, 280)
         made = len(watched.of("step"))

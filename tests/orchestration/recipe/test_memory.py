@@ -101,7 +101,7 @@ def test_the_parts_follow_the_recipe(minimal: Path) -> None:
 
 def test_a_step_s_peak_is_at_the_head_or_in_a_layer(minimal: Path) -> None:
     """28 tokens are fed in one micro-batch: a prompt of 10, and 3 of each of 6 responses of 4."""
-    sizes, batch = Sizes(2, 8, 16, 2, 1, 4, 1000, True), memory_parts.MicroBatch(28, 19, True)
+    sizes, batch = Sizes(2, 8, 16, 0, 0, 2, 1, 4, 1000, True), memory_parts.MicroBatch(28, 19, True)
     sets = ["train.groups_per_step=1", "algorithm.group_size=6", "rollout.max_tokens=4", "prompts.max_prompt_tokens=10"]
     recipe = load_recipe(minimal, sets)
     layer = layer_bytes(sizes, 4, 28)
@@ -246,3 +246,14 @@ def test_a_process_takes_what_is_derived(side: Engine) -> None:
     short = {"train.token_budget": 512, "rollout.max_tokens": 64, "train.groups_per_step": 1}
     [row] = memory_benchmark.compare(memory_benchmark.SMALL, short, [side])
     assert 0.75 <= row["derived"] / row["measured"] <= 1.3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "chosen", [{"train.tp": 2}, {"train.dp": 2, "train.ep": 2}, {"train.dp": 2, "train.dp_replicate": 2}], ids=str
+)
+def test_a_rank_has_allocated_what_is_derived(chosen: dict[str, int]) -> None:
+    changes = {"rollout.max_tokens": 64, "train.groups_per_step": 2, **chosen}
+    model = memory_benchmark.EXPERTS if "train.ep" in chosen else memory_benchmark.SMALL
+    [row] = memory_benchmark.compare(model | {"num_hidden_layers": 4}, changes, ["train"], of_torch=True)
+    assert row["derived"] == pytest.approx(row["measured"], rel=0.1)
