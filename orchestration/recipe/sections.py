@@ -297,7 +297,7 @@ class TrainSection(Strategies, Section):
     )
     token_budget: Tokens = key(8192, "Tokens of one forward and backward pass of one rank (a micro-batch).")
     activation_checkpointing: bool = key(
-        False, "Compute activations again in the backward pass instead of keeping them."
+        False, "Compute activations again in the backward pass, to keep fewer of them."
     )
     kernels: Literal["auto", "plain"] = key(
         "auto", "`plain`: no fused or faster functions of the device, to compare with."
