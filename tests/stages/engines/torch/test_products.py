@@ -36,6 +36,7 @@ PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("grouped", {"cp": 4}, {}),
     ("grouped", {"cp": 4}, RING),
     ("grouped", {"dp": 2, "cp": 2}, {}),
+    ("biased", {"tp": 2, "cp": 2}, RING),
     ("grouped", {"dp": 2, "tp": 2, "cp": 2}, {}),
     ("llama", {"dp": 2, "tp": 2, "cp": 2}, RING),
     ("grouped", {"dp": 2, "dp_replicate": 2, "cp": 2}, RING),
