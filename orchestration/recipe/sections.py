@@ -296,9 +296,7 @@ class TrainSection(Strategies, Section):
         "are, and its rows are written to `skipped/` in the run's folder. After so many in a row the run fails.",
     )
     token_budget: Tokens = key(8192, "Tokens of one forward and backward pass of one rank (a micro-batch).")
-    activation_checkpointing: bool = key(
-        False, "Compute activations again in the backward pass instead of keeping them."
-    )
+    activation_checkpointing: bool = key(False, "Compute activations again in the backward pass: less memory.")
     kernels: Literal["auto", "plain"] = key(
         "auto", "`plain`: no fused or faster functions of the device, to compare with."
     )

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from benchmarks.parallel import model_of as larger_model
 from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine, placement
 from stages.engines.torch.train import TorchTrainEngine
+from stages.flow.catalogue import ROUTED
 from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
-from tests.batches import make_batch
+from tests.allocations import Allocations
+from tests.batches import make_batch, stack, unstack
 from tests.stages.resharding.swaps import laid_out
-from tests.stages.sharded import OPTIONS, algorithm, differing, gradients_of_step, model_of, share, weights_of
+from tests.stages.sharded import (
+    OPTIONS,
+    algorithm,
+    differing,
+    gradients_of_step,
+    model_of,
+    positions,
+    share,
+    weights_of,
+)
 
 
 def name_of(chosen: Mapping[str, int], options: Mapping[str, Any] | None = None) -> str:
@@ -40,6 +53,50 @@ def after_steps(ranks: Ranks | None, kind: str, given: Mapping[str, Any]) -> dic
         batch = make_batch(seed=seed) if ranks is None else share(ranks, seed=seed)
         engine.train_batch(batch, algorithm())
     return {name: value.numpy() for name, value in weights_of(engine).items()}
+
+
+def of_context(ranks: Ranks, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Gradients of a step, twice; of one whose activations are computed again; of one that computes in bfloat16. And the
+    tokens that this rank is fed of each micro-batch."""
+    found: dict[str, Any] = {"fed": []}
+    variants: dict[str, dict[str, Any]] = {"first": {}, "second": {}, "again": {"activation_checkpointing": True}}
+    for name, more in (variants | {"half": {"compute": torch.bfloat16}}).items():
+        engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options, **more})
+        layer, fed = engine.model.base_model.layers[0], found["fed"] if name == "first" else []
+        layer.register_forward_pre_hook(lambda _, given, fed=fed: fed.append(given[0].shape[1]))
+        gradients, _ = gradients_of_step(engine, share(ranks), algorithm())
+        found[name] = {key: value.float().numpy() for key, value in gradients.items()}
+    return found
+
+
+def bytes_of_long_rows(ranks: Ranks, tokens: int, options: Mapping[str, Any]) -> int:
+    """The most bytes that a rank holds at one time in a step of two responses of so many tokens, beyond those before it."""
+    engine = ShardedTrainEngine(larger_model(128, False), ranks, **{**OPTIONS, "token_budget": 1024, **options})
+    batch = make_batch([(16, (tokens - 16, tokens - 16))])
+    engine.train_batch(batch, algorithm())  # makes AdamW's moments
+    memory = Allocations()
+    engine.train_batch(batch, algorithm())
+    memory.stop()
+    return max(itertools.accumulate(memory.sizes()))
+
+
+def replayed(ranks: Ranks | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Logprobs and gradients of a batch with choices of experts that are followed, by one process (None) or a rank."""
+    rng, rows = torch.Generator().manual_seed(0), unstack(make_batch())
+    of_prompts = {int(row["group"]): torch.rand(len(row["prompt_ids"]), 2, 8, generator=rng) for row in rows}
+    for row in rows:
+        own = torch.rand(len(row["response_ids"]) - 1, 2, 8, generator=rng)
+        order = torch.cat([of_prompts[int(row["group"])], own]).argsort(-1)
+        row[ROUTED] = order[..., :2].flatten().to(torch.uint8)
+    batch = stack(rows if ranks is None else [rows[at] for at in positions(ranks.dp)[ranks.replica]])
+    model = model_of("experts")
+    engine = (
+        TorchTrainEngine(model, **OPTIONS) if ranks is None else ShardedTrainEngine(model, ranks, **OPTIONS, **options)
+    )
+    logprobs = [row.tolist() for row in engine.logprobs(batch).unbind()]
+    gradients, metrics = gradients_of_step(engine, batch, algorithm())
+    of_rank = {name: value.numpy() for name, value in gradients.items()}
+    return {"logprobs": logprobs, "gradients": of_rank, "agreement": metrics["routing_agreement"]}
 
 
 def of_experts(ranks: Ranks, folder: str) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_engines_of_a_separate_recipe_are_planned_as_they_are_laid_out() -> None
             "tp=4",
             "train.tp = 4: cannot share the model's num_key_value_heads = 2 evenly; use one of: 1, 2",
         ),
-        ("pp=2,tp=2", "pp=2: the train engine has no pipeline parallelism, only dp, tp and ep"),
+        ("pp=2,tp=2", "pp=2: the train engine has no pipeline parallelism, only dp, cp, tp and ep"),
         ("dp_replicate=2,tp=2", None),
         ("dp=2,tp=2", None),
     ],

@@ -105,6 +105,24 @@ async def test_any_rank_may_be_killed_and_the_weights_are_those_of_an_undisturbe
     assert_equal(trained(of, result), weights)
 
 
+async def test_ranks_that_divide_tokens_train_a_run_and_die_together(tmp_path: Path) -> None:
+    """By the recipe's keys; the samples and, but for the order of sums, the gradients are those of one process."""
+    of = recipe(TINY, **{**GANG, "train__dp": 1, "train__cp": 2, "train__context_parallel": "ring"})
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 2)
+        assert watched.run.supervisor is not None
+        os.kill(watched.run.supervisor.pids()["update-1"], signal.SIGKILL)
+        result = await work
+        assert watched.run.supervisor.restarts == 1
+    assert result.state == "finished", result.reason
+    assert_each_sample_once(of, watched)
+    assert_nothing_left(watched.run)
+    expected = [step async for step in synchronous_run(recipe(TINY, **{**GANG, "train__dp": 1}))]
+    found = [(step["reward_mean"], step["grad_norm"]) for step in watched.of("step")]
+    for got, wanted in zip(found, expected, strict=True):
+        assert got == pytest.approx((wanted.reward_mean, wanted.metrics["grad_norm"]), rel=1e-4)
+
+
 async def test_a_run_of_one_process_is_resumed_on_two_ranks(tmp_path: Path) -> None:
     """Cut otherwise, this time by tensor parallelism; what it computes may not change."""
     of = recipe(TINY, **{**GANG, "train__dp": 1, "launch__launcher": "inline"})

@@ -22,7 +22,7 @@ from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.train import TorchTrainEngine
 from stages.weights.store import WeightStore
 from tests.batches import VOCABULARY, make_batch
-from tests.ranks import on_ranks
+from tests.ranks import of_product, on_ranks
 from tests.stages.sharded import OPTIONS, algorithm, saved, steps, weights_of, whole_state
 from tests.stages.sharded import model_of as small_model
 
@@ -199,11 +199,20 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
     assert (tmp_path / ADAPTER / "adapter_config.json").is_file()
 
 
-@pytest.mark.parametrize(("dp", "tp", "kind"), [(2, 1, "qwen3"), (1, 2, "biased"), (2, 2, "gathered"), (1, 2, "fused")])
-def test_ranks_train_what_one_process_trains(dp: int, tp: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "kind"),
+    [
+        ({"dp": 2}, "qwen3"),
+        ({"tp": 2}, "biased"),
+        ({"dp": 2, "tp": 2}, "gathered"),
+        ({"tp": 2}, "fused"),
+        ({"cp": 2}, "qwen3"),
+    ],
+)
+def test_ranks_train_what_one_process_trains(chosen: dict[str, int], kind: str) -> None:
     engine = engine_of(kind, learning_rate=1e-3)
     wanted = [dict(engine.train_batch(make_batch(seed=seed), algorithm())) for seed in range(3)]
-    *found, weights = on_ranks(dp, tp, steps, kind, 3, {"adapters": LORA, "learning_rate": 1e-3})[0]
+    *found, weights = of_product(chosen, steps, kind, 3, {"adapters": LORA, "learning_rate": 1e-3})[0]
     for one, other in zip(found, wanted, strict=True):
         assert other.pop("fed_tokens") <= one.pop("fed_tokens")
         assert one == pytest.approx(other, rel=1e-3, abs=1e-6)

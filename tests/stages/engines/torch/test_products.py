@@ -36,6 +36,7 @@ PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("grouped", {"cp": 4}, {}),
     ("grouped", {"cp": 4}, RING),
     ("grouped", {"dp": 2, "cp": 2}, {}),
+    ("biased", {"tp": 2, "cp": 2}, RING),
     ("grouped", {"dp": 2, "tp": 2, "cp": 2}, {}),
     ("llama", {"dp": 2, "tp": 2, "cp": 2}, RING),
     ("grouped", {"dp": 2, "dp_replicate": 2, "cp": 2}, RING),
@@ -47,7 +48,12 @@ PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 # A checkpoint of one product, resumed at the next: of models with experts, and of others.
 OF_EXPERTS = [product for product in PRODUCTS if product[0] in ("experts", "moe")]
 OTHERS = [product for product in PRODUCTS if product not in OF_EXPERTS]
-PAIRS = [(kind, first, then) for some in (OTHERS, OF_EXPERTS) for (kind, first, _), (_, then, _) in pairwise(some)]
+PAIRS = [
+    (kind, first, then)
+    for some in (OTHERS, OF_EXPERTS)
+    for (kind, first, _), (_, then, _) in pairwise(some)
+    if first != then
+]
 each = pytest.mark.parametrize(
     ("kind", "chosen", "options"), PRODUCTS, ids=[f"{kind}-{name_of(*of)}" for kind, *of in PRODUCTS]
 )

@@ -24,7 +24,8 @@ from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
 from stages.resharding.layout import model_state
 from tests.batches import make_batch
-from tests.ranks import on_ranks
+from tests.ranks import of_product, on_ranks
+from tests.stages.products import name_of
 from tests.stages.sharded import (
     OPTIONS,
     algorithm,
@@ -135,24 +136,24 @@ def test_ranks_on_a_cpu_compute_every_norm_in_few_passes(kind: str, dp: int, tp:
         assert result["fast_norms"] == result["passes"] * norms > 0
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
-def test_ranks_with_far_less_work_keep_step_and_change_nothing(dp: int, tp: int) -> None:
+@pytest.mark.parametrize("chosen", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=name_of)
+def test_ranks_with_far_less_work_keep_step_and_change_nothing(chosen: dict[str, int]) -> None:
     """One replica has a single row, so it makes idle passes; gradients are clipped by the norm over all ranks."""
     options: dict[str, Any] = {"grad_clip": 0.5, "activation_checkpointing": True}
     expected = alone("qwen3", "sequence", **options)
     assert expected["metrics"]["grad_norm"] > 1
-    found = on_ranks(dp, tp, one_step, "qwen3", "lopsided", "sequence", options)
-    assert_step(found, expected, positions(dp, "lopsided"), tp)
+    found = of_product(chosen, one_step, "qwen3", "lopsided", "sequence", options)
+    assert_step(found, expected, positions(2, "lopsided"), len(found) // 2)
     assert {result["passes"] for result in found} == {found[0]["passes"]}
-    assert found[0]["passes"] > 2
+    assert found[0]["passes"] > 1
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
-def test_a_value_head_on_ranks_is_that_of_one_process(dp: int, tp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=name_of)
+def test_a_value_head_on_ranks_is_that_of_one_process(chosen: dict[str, int], tmp_path: Path) -> None:
     """Its gradient, the gradient's norm with it, its moments; and what the ranks save, one process resumes."""
     options: dict[str, Any] = {"grad_clip": 0.5}
     expected = value_steps(None, "", options)
-    found = on_ranks(dp, tp, value_steps, str(tmp_path), options)
+    found = of_product(chosen, value_steps, str(tmp_path), {**options, "context_parallel": "ring"})
     for result in found:
         for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
             shared = got.keys() & wanted.keys() - {"fed_tokens"}
@@ -170,14 +171,17 @@ def test_a_value_head_on_ranks_is_that_of_one_process(dp: int, tp: int, tmp_path
     assert not any("value_head" in name for name in exported)
 
 
-@pytest.mark.parametrize(("kind", "dp", "tp"), [("llama", 2, 1), ("biased", 1, 2), ("biased", 2, 2)])
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [("llama", {"dp": 2}), ("biased", {"tp": 2}), ("biased", {"dp": 2, "tp": 2}), ("llama", {"cp": 2})],
+)
 def test_a_critic_on_ranks_has_the_values_and_learns_the_weights_of_one_process(
-    kind: str, dp: int, tp: int, tmp_path: Path
+    kind: str, chosen: dict[str, int], tmp_path: Path
 ) -> None:
     """With tied output embeddings, and with some of its own, which a critic does not train; values of more groups than
     replicas, and of fewer; and what the ranks save, one process resumes."""
     expected = critic_steps(None, kind, "", {})
-    found = on_ranks(dp, tp, critic_steps, kind, str(tmp_path), {})
+    found = of_product(chosen, critic_steps, kind, str(tmp_path), {})
     for result in found:
         assert result["values"] == found[0]["values"], "all ranks have all values"
         for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
@@ -437,18 +441,19 @@ def test_fused_matrices_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "kind", "compute"),
+    ("chosen", "kind", "compute"),
     [
-        (2, 2, "qwen3", "float32"),
-        (1, 2, "biased", "float32"),
-        (1, 2, "gathered", "float32"),
-        (3, 1, "llama", "bfloat16"),
+        ({"dp": 2, "tp": 2}, "qwen3", "float32"),
+        ({"tp": 2}, "biased", "float32"),
+        ({"tp": 2}, "gathered", "float32"),
+        ({"dp": 3}, "llama", "bfloat16"),
+        ({"cp": 2}, "llama", "float32"),
     ],
 )
 def test_a_rollout_engine_on_the_same_devices_gets_the_weights_bit_for_bit(
-    dp: int, tp: int, kind: str, compute: str
+    chosen: dict[str, int], kind: str, compute: str
 ) -> None:
-    result = on_ranks(dp, tp, taking_turns, kind, compute)
-    assert result == [result[0]] * (dp * tp)
+    result = of_product(chosen, taking_turns, kind, compute)
+    assert result == [result[0]] * len(result)
     assert ("model.layers.0.self_attn.qkv_proj.weight" in result[0]) == (kind != "gathered"), "vLLM's names where fused"
     assert ("model.layers.1.mlp.gate_up_proj.bias" in result[0]) == (kind == "biased")
