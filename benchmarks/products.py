@@ -116,7 +116,7 @@ def products(model: Model, world: int, node: int, rows: int) -> Iterator[dict[st
     """Recipe keys of every product over ``world`` ranks that divides. Tensor-parallel ranks are on one node."""
     known = [name for name in STRATEGIES if name in type(recipe_of("mock", MOCK).train).model_fields]
     powers = [2**power for power in range(world.bit_length())]
-    experts = model.sizes.experts > 0
+    experts = experts_of(model.config.to_dict())[0]
     for tp, cp, pp in itertools.product(powers, powers, powers if "pp" in known else [1]):
         if world % (tp * cp * pp) or tp > node or model.sizes.kv_heads % tp or (model.sizes.heads // tp) % cp:
             continue
@@ -126,7 +126,7 @@ def products(model: Model, world: int, node: int, rows: int) -> Iterator[dict[st
         for copies, ep, vpp in itertools.product(powers, powers if experts else [1], [1, 2] if pp > 1 else [1]):
             among = dp // copies * cp
             shared = (among if among > 1 else copies) * tp
-            if dp % copies or shared % ep or model.sizes.layers % (pp * vpp) or (experts and 128 % ep):
+            if dp % copies or shared % ep or model.sizes.layers % (pp * vpp) or (experts and experts % ep):
                 continue
             yield {"dp": dp, "dp_replicate": copies, "tp": tp, "cp": cp, "ep": ep, "pp": pp, "vpp": vpp}
 
@@ -149,7 +149,8 @@ def judged(
     passes = -(-rows * length // (train.token_budget * ranks.cp) // ranks.dp)
     bubble = (ranks.pp - 1) / (passes * ranks.vpp)
     routed = getattr(model.config, "num_experts_per_tok", 0)
-    step = Step((train.token_budget * ranks.cp,) * passes, sizes.width, routed, ITEM_BYTES["bfloat16"], 4)
+    fed = (train.token_budget * ranks.cp,) * passes
+    step = Step(fed, sizes.width, chosen=routed, head=sizes.head, item=ITEM_BYTES["bfloat16"])
     few = ranks.pp * ranks.vpp  # bytes are linear in layers
     one, two = (sent(model.state(n), ranks, step) for n in (few, 2 * few))
     nbytes = {name: one.get(name, 0) + (two[name] - one.get(name, 0)) * (sizes.layers / few - 1) for name in two}
