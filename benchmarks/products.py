@@ -20,7 +20,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ class Model:
     sizes: Sizes
     parameters: int
     active: int
+    states: dict[int, ModelState] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Model:
@@ -108,8 +109,10 @@ class Model:
 
     def state(self, layers: int) -> ModelState:
         """Of this model with so many layers."""
-        config = type(self.config).from_dict(self.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None})
-        return model_state(config)
+        if layers not in self.states:
+            values = self.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None}
+            self.states[layers] = model_state(type(self.config).from_dict(values))
+        return self.states[layers]
 
 
 def products(model: Model, world: int, node: int, rows: int) -> Iterator[dict[str, Any]]:
