@@ -125,7 +125,8 @@ def gradients_of_step(engine: Any, batch: TensorDict, of: Any) -> tuple[dict[str
     def record(*_: Any) -> None:
         for name, parameter in engine.model.named_parameters():
             trained = engine._trained[name] if name in engine._copies else parameter
-            seen[name] = _whole(trained.grad).clone()
+            if parameter.requires_grad:
+                seen[name] = _whole(trained.grad).clone()
 
     handle = engine._optimizer.register_step_pre_hook(record)
     metrics = dict(engine.train_batch(batch, of))

@@ -21,7 +21,7 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise
@@ -51,7 +51,7 @@ from stages.engines.torch.parallel.experts import deal_experts
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.pipeline import Pipeline, keep_own
 from stages.engines.torch.parallel.tensor import cut_matrices
-from stages.engines.torch.train import Outputs, Packing, Result, TorchTrainEngine, idle_batch, take_over
+from stages.engines.torch.train import Result, TorchTrainEngine, take_over
 from stages.models import checkpoint_tensors, write_checkpoint
 from stages.resharding.layout import Layout, ModelState, Placement, place
 from stages.weight_files import WeightFiles, materialize
@@ -186,6 +186,7 @@ class ShardedTrainEngine(TorchTrainEngine):
                 fill_adapters(self.model, self._adapters)
         self.model.forward = lambda compute, *arguments: compute(*arguments)  # FSDP gathers parameters around forward
         self._pipeline = Pipeline(self, parts, self._meshes) if parts else None
+        self._passes = self._pipeline or self._passes
         take_over(self)
         self.model.reshard()  # type: ignore[operator]
         words: Any = self.model.get_input_embeddings()
@@ -212,22 +213,6 @@ class ShardedTrainEngine(TorchTrainEngine):
         cp = self._meshes.cp
         return packed if cp is None else divide(packed, cp.get_group(), self._context_parallel).fed
 
-    def _learn(self, batches: Sequence[Packing], passes: int, loss: Callable[..., torch.Tensor]) -> None:
-        if self._pipeline is None:
-            return super()._learn(batches, passes, loss)
-        self._pipeline.learn(batches, idle_batch(self.device), passes, loss)
-
-    def _score(self, batches: Sequence[Packing], passes: int) -> list[Outputs]:
-        if self._pipeline is None:
-            return super()._score(batches, passes)
-        return self._pipeline.score(batches, idle_batch(self.device), passes)
-
-    def _probe(self, *arguments: Any) -> torch.Tensor | None:
-        return super()._probe(*arguments) if self._pipeline is None else self._pipeline.probe(*arguments)
-
-    def _told(self, value: Result) -> Result:
-        return value if self._pipeline is None else self._pipeline.share(value)
-
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         if not passes:
             raise ValueError(f"batch: rank {self.ranks.rank} has no rows; deal each replica at least one")
@@ -241,8 +226,7 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _total_of_tokens(self, counts: torch.Tensor) -> torch.Tensor:
         if self._meshes.cp is not None:
             dist.all_reduce(counts := counts.to(self.device, copy=True), group=self._meshes.cp.get_group())
-        total = self._total(counts)
-        return total if self._pipeline is None else self._pipeline.total(total).cpu()
+        return self._passes.total(self._total(counts))
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         names = sorted(metrics)
@@ -256,7 +240,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         values = self._gathered(torch.tensor(given, dtype=torch.float32)).double()
         totals, peaks = values.sum(0).tolist(), values.amax(0).tolist()
         added = {name: (peaks if name.startswith("max_") else totals)[at] for at, name in enumerate(names)}
-        return self._told(added)
+        return self._passes.told(added)
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """The tensors [n] of all replicas: [dp, n]."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import groupby, pairwise
@@ -46,13 +45,12 @@ from stages.engines.torch.optimizer import (
 )
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.parallel.experts import ExpertLoad
+from stages.engines.torch.parallel.passes import Outputs, Passes
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.flow.declarations import BASE, IN_TRAINING
 from stages.resharding.swap import local_part, local_weights, training_state
 
 Result = TypeVar("Result")
-Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see TorchTrainEngine._outputs
-Packing = Callable[[], PackedBatch]
 Kernels = Literal["auto", "plain"]
 
 
@@ -155,6 +153,7 @@ class TorchTrainEngine:
         self._adapter_config = add_adapters(model, adapters) if adapters else {}
         self._plain_forward = model.forward
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
+        self._passes = Passes(self)
         self._value_head = value_head_of(model, self.device) if value_head else {}
         self._trained = {**self._place(compute or model.dtype), **self._value_head}
         self._optimizer = adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
@@ -197,32 +196,6 @@ class TorchTrainEngine:
     def _total_of_tokens(self, counts: torch.Tensor) -> torch.Tensor:
         """``counts`` of the tokens that each rank was fed, added up over all ranks."""
         return counts
-
-    def _learn(self, batches: Sequence[Packing], passes: int, loss: Callable[..., torch.Tensor]) -> None:
-        """Forward and backward of ``passes`` micro-batches, ``batches`` and then idle ones. ``loss``: of a number and the
-        outputs for it."""
-        for number in range(passes):
-            loss(number, *self._forward(batches, number)).backward()
-
-    def _forward(self, batches: Sequence[Packing], number: int) -> Outputs:
-        if number >= len(batches):
-            return self._compute(idle_batch(self.device))
-        with self.expert_load if torch.is_grad_enabled() else nullcontext():
-            return self._compute(batches[number]())
-
-    def _score(self, batches: Sequence[Packing], passes: int) -> list[Outputs]:
-        """The outputs for ``batches``, without a gradient; other ranks have up to ``passes`` of them."""
-        return [self._forward(batches, number) for number in range(passes)]
-
-    def _probe(
-        self, tokens: int, hidden: Callable[[], torch.Tensor], logits: Callable[[], torch.Tensor]
-    ) -> torch.Tensor | None:
-        """``logits()`` from ``hidden()``, the last hidden states of so many tokens, where the output head is."""
-        return self._run(logits)
-
-    def _told(self, value: Result) -> Result:
-        """``value`` as the rank with the output head has it."""
-        return value
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         """Combine the metrics of all ranks: the largest of those called ``max_…``, the sum of the others."""
@@ -310,7 +283,7 @@ class TorchTrainEngine:
         try:
             self.expert_load.counts.zero_()
             of = groups, responses, experts
-            self._learn([partial(_packed, pieces, self.device, *of) for pieces in plan], passes, loss_of)
+            self._passes.learn([partial(_packed, pieces, self.device, *of) for pieces in plan], passes, loss_of)
             own = {"fed_tokens": float(fed), **self.expert_load.metrics(self._total_of_tokens)}
             added = self._add_up({name: value.item() for name, value in sums.items()} | own)
             loss, engine_metrics = added.pop("loss"), {name: added.pop(name) for name in own}
@@ -413,7 +386,7 @@ def _scores(engine: TorchTrainEngine, batch: TensorDictBase) -> tuple[list[torch
     plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
     *_, passes = engine._agree(0, 0, 0, len(plan))
     packings = [partial(_packed, [piece], engine.device, groups, responses, experts) for piece in plan]
-    for piece, (logprobs, _, values) in zip(plan, engine._score(packings, passes), strict=False):
+    for piece, (logprobs, _, values) in zip(plan, engine._passes.score(packings, passes), strict=False):
         numbers = [groups[piece.group].numbers[row] for row in piece.rows]
         lengths = [len(responses[n]) for n in numbers]
         for found, kept in ((logprobs, rows), (values, of_values)):
@@ -449,12 +422,6 @@ def _export(engine: TorchTrainEngine, path: Path, state: Mapping[str, Any] | Non
         write_merged(path, engine.model, weights, engine._adapters.scale)
 
 
-def idle_batch(device: torch.device) -> PackedBatch:
-    """A micro-batch of one token, to compute while other ranks have work."""
-    token = torch.zeros(1, dtype=torch.int64)
-    return pack([token], [[token]], device)
-
-
 def _packed(
     pieces: Sequence[Piece],
     device: torch.device,
@@ -488,7 +455,7 @@ def take_over(engine: TorchTrainEngine) -> None:
     probe = torch.arange(PROBE) * 7919 % engine.model.config.get_text_config().vocab_size
     with devices.trimmed_by_layer(engine.model):
         ids = probe[None].to(engine.device)
-        plain = engine._probe(
+        plain = engine._passes.probe(
             PROBE,
             lambda: engine.model.base_model(input_ids=ids, use_cache=False).last_hidden_state,
             lambda: engine._plain_forward(input_ids=ids, use_cache=False).logits,
@@ -504,7 +471,7 @@ def take_over(engine: TorchTrainEngine) -> None:
         return scaled_logits(hidden, head.weight, head.bias, engine._divisor, engine._softcap)
 
     def of_packed() -> Any:
-        return engine._probe(packed.ids.shape[1], lambda: engine._decode(packed), logits)
+        return engine._passes.probe(packed.ids.shape[1], lambda: engine._decode(packed), logits)
 
     wrong = ""
     with devices.trimmed_by_layer(engine.model):
@@ -516,7 +483,7 @@ def take_over(engine: TorchTrainEngine) -> None:
                 check_logits(engine.model, "a packed batch", of_packed, expected, engine._dtype)
             except ValueError as error:
                 wrong = str(error)
-    if wrong := engine._told(wrong):
+    if wrong := engine._passes.told(wrong):
         raise ValueError(wrong)
 
 

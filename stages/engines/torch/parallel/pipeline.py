@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain, pairwise
 from typing import Any
 
@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from stages.engines.schedules import Action, filled, orders
 from stages.engines.strategies import Ranks
-from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.parallel.mesh import Meshes
+from stages.engines.torch.parallel.passes import Outputs, Packing, Passes, Value, idle_batch
 from stages.resharding.layout import model_state, stage_layers
 
 SHARED_BYTES = 64 * 2**10  # of what the last stage tells the others, as JSON
@@ -51,15 +51,22 @@ class Part:
         self.modules, self.layers, self.entry = modules, layers, entry
 
 
+def planned(model: PreTrainedModel) -> list[str]:
+    """The names of embeddings, layers and norm in the decoder of ``model``, by its plan in transformers. Raises ValueError
+    for a model without one."""
+    names = list(getattr(model.config.get_text_config(), "base_model_pp_plan", None) or ())
+    children = model.base_model.named_children()
+    others = [name for name, child in children if name not in names and any(True for _ in child.parameters())]
+    if len(names) != 3 or others:
+        raise ValueError(f"pp: {type(model).__name__} comes without a plan for pipeline stages; use pp = 1")
+    return names
+
+
 def keep_own(model: PreTrainedModel, ranks: Ranks) -> tuple[list[Part], dict[str, int]]:
     """Take the modules out of ``model`` that other pipeline stages than that of ``ranks`` have. Returns this rank's parts,
     and the virtual stage of each parameter and buffer of the whole model (of tied embeddings the first one). Raises
     ValueError for a model that cannot be cut, or not into as many."""
-    decoder, config, stages = model.base_model, model.config.get_text_config(), ranks.pp * ranks.vpp
-    names = list(getattr(config, "base_model_pp_plan", None) or ())
-    others = [name for name, child in decoder.named_children() if name not in names and any(child.parameters())]
-    if len(names) != 3 or others:
-        raise ValueError(f"pp: {type(model).__name__} comes without a plan for pipeline stages; use pp = 1")
+    decoder, names, stages = model.base_model, planned(model), ranks.pp * ranks.vpp
     state = model_state(model.config)
     if stages > state.layers:
         raise ValueError(f"pp: {ranks.pp} stages of {ranks.vpp} parts are more than the {state.layers} layers")
@@ -97,52 +104,41 @@ def keep_own(model: PreTrainedModel, ranks: Ranks) -> tuple[list[Part], dict[str
     return parts, of
 
 
-class Pipeline:
+class Pipeline(Passes):
     """Runs the virtual stages of ``engine``, which has ``parts`` of its model. Ranks of a replica make the same calls."""
 
     def __init__(self, engine: Any, parts: Sequence[Part], meshes: Meshes) -> None:
-        self._engine, self._parts, self._ranks = engine, parts, meshes.ranks
+        super().__init__(engine)
+        self._parts, self._ranks = parts, meshes.ranks
         self._decoder = engine.model.base_model
         self._kept = {name: self._decoder._modules[name] for name in parts[0].modules}
         self._up, self._down = meshes.pipes  # to ranks after this one, and before: neither waits for the other
         self.last = self._ranks.pp * self._ranks.vpp - 1
-
-    def prefetch(self) -> None:
-        """Make FSDP gather ahead in the backward pass what this part needs next: micro-batches of several forward passes are
-        under way, of which it knows no order."""
-        for part in self._parts:
-            units = [each for layer in part.layers for each in _units(layer)]
-            units[0].set_modules_to_backward_prefetch([self._engine.model])
-            for before, unit in pairwise(units):
+        engine._run(lambda: None)  # FSDP finds all parts before one of them takes the others' places
+        # What the backward pass needs next: FSDP knows no order of several micro-batches that are under way.
+        for part in parts:
+            units = [unit for layer in part.layers for unit in _units(layer)]
+            for before, unit in pairwise([engine.model, *units]):
                 unit.set_modules_to_backward_prefetch([before])
 
-    def learn(
-        self,
-        batches: Sequence[Callable[[], PackedBatch]],
-        idle: PackedBatch,
-        passes: int,
-        loss: Callable[..., torch.Tensor],
-    ) -> None:
-        """Forward and backward of ``passes`` micro-batches, ``batches`` and then idle ones. ``loss``: of a number and the
-        outputs for it."""
-        engine, ranks = self._engine, self._ranks
+    def learn(self, batches: Sequence[Packing], passes: int, loss: Callable[..., torch.Tensor]) -> None:
+        engine, ranks, idle = self._engine, self._ranks, idle_batch(self._engine.device)
         packed = [make() for make in batches]
         packed += [idle] * (filled(ranks.pp, ranks.vpp, passes) - len(packed))
         fed = [engine._fed(one) for one in packed]
 
         def compute(number: int, is_last: bool) -> Any:
-            with engine.expert_load if number < len(batches) else nullcontext():
+            with self._counted(number < len(batches)):
                 if is_last:
                     return loss(number, *engine._compute(packed[number]))
                 return engine._run(engine._decode, fed[number])
 
         self.run([one.ids.shape[1] for one in fed], compute, learn=lambda number: engine._feeding.feed(fed[number]))
 
-    def score(
-        self, batches: Sequence[Callable[[], PackedBatch]], idle: PackedBatch, passes: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def score(self, batches: Sequence[Packing], passes: int) -> list[Outputs]:
         """Logprobs, no entropies, and values for ``batches``, on each rank; other replicas have up to ``passes`` of them."""
         engine, kinds = self._engine, 2 if self._engine._value_head else 1
+        idle = idle_batch(engine.device)
         packed = [make() for make in batches]
         fed = [engine._fed(one) for one in [*packed, *[idle] * (passes - len(packed))]]
         found = [torch.zeros(kinds, len(one.targets), device=engine.device) for one in packed]
@@ -236,17 +232,18 @@ class Pipeline:
         dist.broadcast(value, source, group=self._up)
         return value
 
-    def share(self, value: Any) -> Any:
-        """What the last stage has of ``value``, which JSON can write."""
+    def told(self, value: Value) -> Value:
+        """``value``, which JSON can write, as the last stage has it."""
         text = json.dumps(value).encode().ljust(SHARED_BYTES)
         buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._engine.device)
-        return json.loads(bytes(self.broadcast(buffer).cpu().numpy()))
+        found: Value = json.loads(bytes(self.broadcast(buffer).cpu().numpy()))
+        return found
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """``values`` added up over the stages."""
         summed = values.to(self._engine.device, copy=True)
         dist.all_reduce(summed, group=self._up)
-        return summed
+        return summed.cpu()
 
     def join_tied(self, gradient: torch.Tensor) -> None:
         """Add to the ``gradient`` of embeddings that are the output head too what the other end of the pipeline has."""
