@@ -74,6 +74,8 @@ def long_rows(tokens: int) -> Changes:
     return {**LONG, "rollout.max_tokens": tokens, "train.token_budget": tokens + 32, "rollout.max_rows": 2}
 
 
+TWICE = {**long_rows(2048), "train.cp": 2, "train.token_budget": 1040}  # for a rank as many tokens as of rows of 1k
+
 CASES: dict[str, tuple[Model, Changes]] = {
     "small": (SMALL, {}),
     "small, short answers": (SMALL, {"rollout.max_tokens": 16, "rollout.max_rows": 64}),
@@ -83,6 +85,7 @@ CASES: dict[str, tuple[Model, Changes]] = {
     "small, checkpointing": (SMALL, {**LONG, "rollout.max_tokens": 512, **CHECKPOINTING}),
     "small, bfloat16": (SMALL, BFLOAT16),
     "small, bfloat16, checkpointing": (SMALL, {**BFLOAT16, **CHECKPOINTING}),
+    "small, rows of 1k tokens": (SMALL, long_rows(1024)),
     "small, rows of 2k tokens": (SMALL, long_rows(2048)),
     "small, rows of 4k tokens": (SMALL, long_rows(4096)),
     "small, rows of 4k tokens, bfloat16": (SMALL, {**long_rows(4096), **BFLOAT16}),
@@ -91,6 +94,8 @@ CASES: dict[str, tuple[Model, Changes]] = {
     "many words, dp = 2": (MANY_WORDS, TWO_RANKS),
     "small, dp = 2, two copies": (SMALL, {**TWO_RANKS, "train.dp_replicate": 2}),
     "small, tp = 2": (SMALL, {"train.tp": 2}),
+    "small, rows of 2k tokens, cp = 2": (SMALL, TWICE),
+    "small, rows of 2k tokens, cp = 2, ring": (SMALL, {**TWICE, "train.context_parallel": "ring"}),
     "experts, dp = 2": (EXPERTS, TWO_RANKS),
     "experts, dp = 2, ep = 2": (EXPERTS, {**TWO_RANKS, "train.ep": 2}),
     "many words": (MANY_WORDS, {"rollout.max_rows": 64}),

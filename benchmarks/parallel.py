@@ -39,7 +39,7 @@ from benchmarks.dispatch_scale import Network
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.costs import Step, sent
 from stages.engines.plans import GroupShape, deal, plan_micro_batches
-from stages.engines.strategies import Ranks
+from stages.engines.strategies import ContextParallel, Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.resharding.layout import model_state
 from tests.batches import make_batch, stack, unstack
@@ -61,12 +61,18 @@ PRODUCTS: list[dict[str, int]] = [
     {"dp": 4, "ep": 2},
     {"dp": 2, "tp": 2, "ep": 4},
     {"dp": 8, "dp_replicate": 2, "ep": 4},
+    {"cp": 2},
+    {"dp": 2, "cp": 2},
+    {"cp": 2, "tp": 2},
+    {"cp": 4},
+    {"cp": 2, "dp": 2, "tp": 2},
 ]
 GROUPS = [(24, (40,) * 4)] * 16  # prompts of 24 tokens with 4 responses of 40 each
-BUDGET = 400  # tokens of a micro-batch
+BUDGET = 400  # tokens of a micro-batch, for each context-parallel rank
 SENDS = {  # what a rank sends of a call over n ranks: by which argument, how many times its bytes
     "allgather_base": (1, lambda n: n - 1),
     "reduce_scatter_base": (0, lambda n: n - 1),
+    "reduce_scatter": (0, lambda n: n - 1),
     "all_gather_into_tensor": (0, lambda n: n - 1),
     "reduce_scatter_tensor": (0, lambda n: (n - 1) / n),
     "all_reduce": (0, lambda n: 2 * (n - 1) / n),
@@ -122,44 +128,51 @@ def model_of(hidden: int, experts: bool) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**sizes))  # type: ignore[arg-type]
 
 
-def costs_of(ranks: Ranks, hidden: int, tokens: Sequence[int]) -> dict[str, float]:
+def products(worlds: Sequence[int]) -> list[tuple[dict[str, int], ContextParallel]]:
+    """Those of so many ranks, each with the ways in which its ranks may compute attention."""
+    methods: tuple[ContextParallel, ...] = ("ulysses", "ring")
+    chosen_ones = [chosen for chosen in PRODUCTS if Ranks(0, **chosen).world in worlds]
+    return [(chosen, method) for chosen in chosen_ones for method in methods[: 1 + ("cp" in chosen)]]
+
+
+def costs_of(ranks: Ranks, hidden: int, method: ContextParallel, step: Step) -> dict[str, float]:
     """By formula."""
-    experts = ranks.ep > 1
-    return sent(
-        model_state(model_of(hidden, experts).config), ranks, Step(tuple(tokens), hidden, CHOSEN if experts else 0)
-    )
+    return sent(model_state(model_of(hidden, ranks.ep > 1).config), ranks, step, method)
 
 
-def step_of(ranks: Ranks, hidden: int) -> tuple[dict[str, int], list[int]]:
-    """What this rank sends in a step, by call; and the tokens of its replica's micro-batches."""
-    engine, (batch, tokens) = engine_of(ranks, hidden), share_of(ranks)
+def step_of(ranks: Ranks, hidden: int, method: ContextParallel) -> tuple[dict[str, int], Step]:
+    """What this rank sends in a step, by call; and the step of its replica."""
+    engine, (batch, step) = engine_of(ranks, hidden, method), share_of(ranks, hidden)
     with Counted() as counted:
         engine.train_batch(batch, GRPO())
-    return dict(counted.bytes), tokens
+    return dict(counted.bytes), step
 
 
-def engine_of(ranks: Ranks, hidden: int) -> ShardedTrainEngine:
-    return ShardedTrainEngine(
-        model_of(hidden, ranks.ep > 1), ranks, learning_rate=1e-4, total_steps=9, token_budget=BUDGET, device="cpu"
-    )
+def engine_of(ranks: Ranks, hidden: int, method: ContextParallel) -> ShardedTrainEngine:
+    options: dict[str, Any] = {"learning_rate": 1e-4, "total_steps": 9, "token_budget": BUDGET, "device": "cpu"}
+    return ShardedTrainEngine(model_of(hidden, ranks.ep > 1), ranks, context_parallel=method, **options)
 
 
-def share_of(ranks: Ranks) -> tuple[TensorDict, list[int]]:
-    """The rows of a rank's replica, and the tokens of its micro-batches."""
+def share_of(ranks: Ranks, hidden: int) -> tuple[TensorDict, Step]:
+    """The rows of a rank's replica, and its step."""
     shapes = [GroupShape(prompt, responses) for prompt, responses in GROUPS]
     share = deal(shapes, ranks.dp)[ranks.replica]
     rows = unstack(make_batch(GROUPS))
     first = [4 * group for group in range(len(GROUPS))]
     kept = [rows[first[piece.group] + row] for piece in share for row in piece.rows]
     groups = [GroupShape(24, (40,) * len(piece.rows)) for piece in share]
-    plan = plan_micro_batches(groups, BUDGET)
-    return stack(kept), [sum(groups[p.group].tokens(p.rows) for p in pieces) for pieces in plan]
+    plan = plan_micro_batches(groups, BUDGET * ranks.cp)
+    tokens = tuple(sum(groups[p.group].tokens(p.rows) for p in pieces) for pieces in plan)
+    chosen = CHOSEN if ranks.ep > 1 else 0
+    return stack(kept), Step(tokens, hidden, chosen, prompts=24 * sum(map(len, plan)), head=hidden // 8)
 
 
-def timed_step(ranks: Ranks, hidden: int, layer_ms: float, steps: int) -> tuple[list[float], float, list[int]]:
-    """Seconds of each step, those of its compute by the clock, and the tokens of the replica's micro-batches."""
-    engine = engine_of(ranks, hidden)
-    batch, tokens = share_of(ranks)
+def timed_step(
+    ranks: Ranks, hidden: int, method: ContextParallel, layer_ms: float, steps: int
+) -> tuple[list[float], float, Step]:
+    """Seconds of each step, those of its compute by the clock, and the step of the replica."""
+    engine = engine_of(ranks, hidden, method)
+    batch, step = share_of(ranks, hidden)
     spent = [0.0]
 
     def clock(times: int) -> Any:
@@ -180,37 +193,35 @@ def timed_step(ranks: Ranks, hidden: int, layer_ms: float, steps: int) -> tuple[
         spent[0], began = 0.0, time.perf_counter()
         engine.train_batch(batch, GRPO())
         took.append(time.perf_counter() - began)
-    return took[1:], spent[0], tokens
+    return took[1:], spent[0], step
 
 
 def over_links(worlds: Sequence[int], hidden: int, mbit: float, delay: float, layer_ms: float) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    chosen_ones = [chosen for chosen in PRODUCTS if Ranks(0, **chosen).world in worlds]
     with Network(max(worlds), mbit, delay) as network:
-        for chosen in chosen_ones:
+        for chosen, method in products(worlds):
             ranks = Ranks(0, **chosen)
             there = [network.name(f"host{rank}") for rank in range(ranks.world)]
-            results = of_product(chosen, timed_step, hidden, layer_ms, 3, namespaces=there)
-            tokens = results[0][2]
-            nbytes = sum(costs_of(ranks, hidden, tokens).values())
+            results = of_product(chosen, timed_step, hidden, method, layer_ms, 3, namespaces=there)
+            nbytes = sum(costs_of(ranks, hidden, method, results[0][2]).values())
             seconds = statistics.median(max(times) for times in zip(*(took for took, *_ in results), strict=True))
             clock = max(spent for _, spent, _ in results)
-            found.append({"product": chosen, "seconds": seconds, "clock": clock, "sending": nbytes * 8 / mbit / 1e6})
+            found.append({"product": chosen, "method": method, "seconds": seconds, "clock": clock})
+            found[-1]["sending"] = nbytes * 8 / mbit / 1e6
             print(found[-1], file=sys.stderr)
     return found
 
 
 def measure(worlds: Sequence[int], hidden: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for chosen in PRODUCTS:
-        if Ranks(0, **chosen).world not in worlds:
-            continue
-        ranks = of_product(chosen, step_of, hidden)
+    for chosen, method in products(worlds):
+        ranks = of_product(chosen, step_of, hidden, method)
         total: Counter[str] = sum((Counter(calls) for calls, _ in ranks), Counter())
         calls = {name: nbytes / len(ranks) for name, nbytes in total.items()}
-        parts = [costs_of(Ranks(rank, **chosen), hidden, tokens) for rank, (_, tokens) in enumerate(ranks)]
+        parts = [costs_of(Ranks(rank, **chosen), hidden, method, step) for rank, (_, step) in enumerate(ranks)]
         formula = {name: statistics.mean(of[name] for of in parts) for name in parts[0]}
-        found.append({"product": chosen, "counted": sum(calls.values()), "calls": calls, "formula": formula})
+        found.append({"product": chosen, "method": method, "counted": sum(calls.values()), "calls": calls})
+        found[-1]["formula"] = formula
     return found
 
 
@@ -231,7 +242,7 @@ def main(argv: list[str]) -> int:
         alone = next((cell["seconds"] for cell in found if Ranks(0, **cell["product"]).world == 1), math.nan)
         for cell in found:
             parts = cell["seconds"], cell["clock"], cell["sending"], cell["clock"] + cell["sending"]
-            table.add_row(name_of(cell["product"]), *(f"{value:.2f}" for value in parts), f"{parts[0] / alone:.2f}")
+            table.add_row(name_of(cell), *(f"{value:.2f}" for value in parts), f"{parts[0] / alone:.2f}")
     else:
         found = measure(options.world, options.hidden)
         table = Table("product", "sent, MB", "by formula", "ratio", "of it")
@@ -239,15 +250,16 @@ def main(argv: list[str]) -> int:
             total, formula = cell["counted"], sum(cell["formula"].values())
             shares = ", ".join(f"{name} {nbytes / 1e6:.2f}" for name, nbytes in cell["formula"].items())
             ratio = f"{total / formula:.4f}" if formula else "-"
-            table.add_row(name_of(cell["product"]), f"{total / 1e6:.3f}", f"{formula / 1e6:.3f}", ratio, shares)
+            table.add_row(name_of(cell), f"{total / 1e6:.3f}", f"{formula / 1e6:.3f}", ratio, shares)
     Console(width=120).print(table)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     return 0
 
 
-def name_of(product: dict[str, int]) -> str:
-    return " ".join(f"{key}={size}" for key, size in product.items())
+def name_of(cell: dict[str, Any]) -> str:
+    of = cell["product"]
+    return " ".join([*(f"{key}={size}" for key, size in of.items()), *([cell["method"]] if "cp" in of else [])])
 
 
 if __name__ == "__main__":

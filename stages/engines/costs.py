@@ -10,8 +10,9 @@ not grow with the model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
-from stages.engines.strategies import Ranks
+from stages.engines.strategies import ContextParallel, Ranks
 from stages.engines.torch.sharded import placement
 from stages.resharding.layout import Layout, ModelState
 
@@ -19,20 +20,23 @@ from stages.resharding.layout import Layout, ModelState
 @dataclass(frozen=True)
 class Step:
     """A step of one replica: ``tokens`` that each of its micro-batches feeds, in a model of ``width`` numbers a token, of
-    which each goes to ``chosen`` experts; ``item`` bytes of a number that is computed with and ``reduced`` bytes of a number
-    of a gradient that is summed."""
+    which each goes to ``chosen`` experts; ``prompts`` of all the tokens are those of prompts; ``head`` numbers of a head of
+    attention; ``item`` bytes of a number that is computed with and ``reduced`` bytes of a number of a gradient that is
+    summed."""
 
     tokens: tuple[int, ...]
     width: int
     chosen: int = 0
+    prompts: int = 0
+    head: int = 0
     item: int = 4
     reduced: int = 4
 
 
-def sent(model: ModelState, ranks: Ranks, step: Step) -> dict[str, float]:
+def sent(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel = "ulysses") -> dict[str, float]:
     """Bytes that a rank sends in ``step``, by strategy, with tokens that are spread evenly over experts; strategies of one
     rank are left out."""
-    passes, tokens, kinds = len(step.tokens), sum(step.tokens), _kinds(model)
+    passes, tokens, kinds = len(step.tokens), sum(step.tokens) / ranks.cp, _kinds(model)
     numbers = dict.fromkeys(kinds.values(), 0)  # of a shard
     for tensor in placement(model, ranks).ranks[0]:
         numbers[kinds[tensor.name]] += tensor.nbytes // tensor.dtype.itemsize
@@ -51,8 +55,21 @@ def sent(model: ModelState, ranks: Ranks, step: Step) -> dict[str, float]:
         * (_all_reduce(ranks.dp_replicate, layers + outside) + _all_reduce(same, experts)),
         "tp": (4 * model.layers - 2 * len(routed)) * _all_reduce(ranks.tp, moved) + len(routed) * slices,
         "ep": len(routed) * 4 * (ranks.ep - 1) / ranks.ep * moved * step.chosen / ranks.tp,
+        "cp": model.layers * _attention(model, ranks, step, method) if ranks.cp > 1 else 0.0,
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _attention(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel) -> float:
+    """Bytes that a context-parallel rank sends for a layer's attention, forward and backward."""
+    heads, kv_heads, tokens = model.heads // ranks.tp, model.kv_heads // ranks.tp, sum(step.tokens) / ranks.cp
+    if method == "ulysses":
+        exchanged = 2 * (heads + lcm(kv_heads, ranks.cp)) * step.head * tokens  # queries and outputs, keys and values
+        return 2 * (ranks.cp - 1) / ranks.cp * exchanged * step.item
+    prompts = step.prompts / ranks.cp
+    of_prompts, of_rows = (2 * kv_heads * step.head * some for some in (prompts, tokens - prompts))
+    again = 2 * (ranks.cp - 1) * (of_prompts + of_rows) * step.item  # keys and values go around in both passes
+    return again + ((ranks.cp - 1) * of_prompts + ranks.cp * of_rows) * max(step.item, 4)
 
 
 def _kinds(model: ModelState) -> dict[str, str]:

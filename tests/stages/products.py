@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.parallel import model_of as larger_model
 from stages.adapters.options import AdapterOptions
 from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine, placement
@@ -16,6 +18,7 @@ from stages.flow.catalogue import ROUTED
 from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
+from tests.allocations import Allocations
 from tests.batches import make_batch, stack, unstack
 from tests.stages.resharding.swaps import laid_out
 from tests.stages.sharded import (
@@ -66,6 +69,17 @@ def of_context(ranks: Ranks, kind: str, options: Mapping[str, Any]) -> dict[str,
         gradients, _ = gradients_of_step(engine, share(ranks), algorithm())
         found[name] = {key: value.float().numpy() for key, value in gradients.items()}
     return found
+
+
+def bytes_of_long_rows(ranks: Ranks, tokens: int, options: Mapping[str, Any]) -> int:
+    """The most bytes that a rank holds at one time in a step of two responses of so many tokens, beyond those before it."""
+    engine = ShardedTrainEngine(larger_model(128, False), ranks, **{**OPTIONS, "token_budget": 1024, **options})
+    batch = make_batch([(16, (tokens - 16, tokens - 16))])
+    engine.train_batch(batch, algorithm())  # makes AdamW's moments
+    memory = Allocations()
+    engine.train_batch(batch, algorithm())
+    memory.stop()
+    return max(itertools.accumulate(memory.sizes()))
 
 
 def replayed(ranks: Ranks | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,11 @@ def test_the_parts_follow_the_recipe(minimal: Path) -> None:
     assert two["weights"] == one["train"]["weights"] / 2
     assert two["gathered"] == 4 * (3 * (layers // 30) + 2 * outside)
     assert two["kept"] > 2 * 4 * (layers - 30), "freed layers are not all used again"
+    of_ranks = ["train.cp=2", "train.context_parallel=ring", "train.token_budget=1024"]
+    divided, alone = (
+        memory_of(load_recipe(minimal, [*BIG, *more]))["train"] for more in (of_ranks, ["train.token_budget=2048"])
+    )
+    assert alone["activations"] == pytest.approx(2 * divided["activations"], rel=0.01)
     assert not memory_of(load_recipe(minimal, ["model.source=mock", "rollout.engine=mock", "train.engine=mock"]))
 
 

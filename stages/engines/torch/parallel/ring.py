@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
@@ -24,7 +25,7 @@ from stages.engines.torch.attention import Scores, attend, attend_backward, merg
 from stages.engines.torch.packing import PackedBatch, as_batch, put
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Segment:
     """Neighbouring tokens of a sequence, the prompt (``row`` -1) or a response of ``piece``. ``first``: position of the
     first of them; ``start``: its place among the packed tokens."""
@@ -43,7 +44,12 @@ class Tile:
 
     queries: slice
     keys: slice
-    at: torch.Tensor
+    at: Tensor
+
+
+def _tile(own: Segment, at: int, first: int, keys: slice) -> Tile:
+    """Of ``own``, which is at ``at``, over ``keys``, of which the first one has position ``first``."""
+    return Tile(slice(at, at + own.length), keys, torch.arange(own.first - first, own.first - first + own.length))
 
 
 class Ring:
@@ -63,12 +69,9 @@ class Ring:
         begins = list(accumulate(lengths, initial=0))
         self.of_prompts = []
         for own, at in _offsets(prompts[rank]):
-            queries, begin = slice(at, at + own.length), begins[own.piece] + own.first
-            keys = slice(begin, begin + own.length)
-            self.of_prompts.append(Tile(queries, keys, torch.arange(own.length)))
-            if own.first:
-                before = slice(begins[own.piece], begin)
-                self.of_prompts.append(Tile(queries, before, torch.arange(own.first, own.first + own.length)))
+            for first, length in ((own.first, own.length), (0, own.first)):  # its own keys, and all before them
+                keys = slice(begins[own.piece] + first, begins[own.piece] + first + length)
+                self.of_prompts += [_tile(own, at, first, keys)] if length else []
         mine = list(_offsets(rows[rank], self.prompts))
         for piece, members in groupby(mine, key=lambda member: member[0].piece):
             some = list(members)
@@ -80,45 +83,30 @@ class Ring:
             theirs: dict[tuple[int, int], list[tuple[Segment, int]]] = {}
             for other, at in _offsets(rows[(rank - step) % self.size]):
                 theirs.setdefault((other.piece, other.row), []).append((other, at))
-            self.steps.append(
-                [
-                    Tile(
-                        slice(at, at + own.length),
-                        slice(there, there + other.length),
-                        torch.arange(own.length) + own.first - other.first,
-                    )
-                    for own, at in mine
-                    for other, there in theirs.get((own.piece, own.row), ())
-                    if other.first <= own.first
-                ]
-            )
+            pairs = [(*own, *other) for own in mine for other in theirs.get((own[0].piece, own[0].row), ())]
+            tiles = (_tile(own, at, key.first, slice(to, to + key.length)) for own, at, key, to in pairs if key <= own)
+            self.steps.append(list(tiles))
 
     def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        packed: PackedBatch,
-        scores: Scores,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, packed: PackedBatch, scores: Scores
+    ) -> Tensor:
         """As :func:`~stages.engines.torch.packing.attention`, of this rank's tokens."""
         return _RingAttention.apply(q, torch.cat([k, v], -1), sinks, self, scores)  # type: ignore[no-any-return, no-untyped-call]
 
-    def all_prompts(self, kv: torch.Tensor) -> torch.Tensor:
+    def all_prompts(self, kv: Tensor) -> Tensor:
         """Keys and values of all prompts, one prompt after the other."""
         ranks = [torch.empty_like(kv[: self.prompts]) for _ in range(self.size)]
         dist.all_gather(ranks, kv[: self.prompts].contiguous(), group=self.group)
         return torch.cat(ranks).index_select(0, self.order)
 
-    def sum_prompts(self, gradient: torch.Tensor) -> torch.Tensor:
+    def sum_prompts(self, gradient: Tensor) -> Tensor:
         """The gradient of this rank's tokens of prompts, summed over the ranks, from that of all prompts."""
         ranks = gradient.new_zeros(self.size * self.prompts, *gradient.shape[1:]).index_copy_(0, self.order, gradient)
         own = torch.empty_like(ranks[: self.prompts])
         dist.reduce_scatter(own, list(ranks.chunk(self.size)), group=self.group)
         return own
 
-    def pass_on(self, sent: torch.Tensor, tag: int = 0) -> tuple[torch.Tensor, list[dist.Work]]:
+    def pass_on(self, sent: Tensor, tag: int = 0) -> tuple[Tensor, list[dist.Work]]:
         """Begin to send ``sent`` to the next rank. Returns what the rank before sends, when the work is done."""
         found, rank = torch.empty_like(sent), self.group.rank()
         after, before = (dist.get_global_rank(self.group, (rank + by) % self.size) for by in (1, -1))
@@ -133,16 +121,14 @@ class _RingAttention(torch.autograd.Function):
     """Of ``q`` [n, H, D] over ``kv`` [n, KV heads, D + E], keys beside values."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, kv: torch.Tensor, sinks: torch.Tensor | None, ring: Ring, scores: Scores
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores) -> Tensor:
         dtype, width = wide(q), q.shape[2]
         out = q.new_zeros(*q.shape[:2], kv.shape[2] - width, dtype=dtype)
         total = q.new_full(
             q.shape[:2], torch.finfo(dtype).min, dtype=dtype
         )  # of no key; finite, so that it can be merged
 
-        def add(tiles: Iterable[Tile], buffer: torch.Tensor) -> None:
+        def add(tiles: Iterable[Tile], buffer: Tensor) -> None:
             for tile in tiles:
                 keys = as_batch(buffer, tile.keys)
                 found, sums = attend(as_batch(q, tile.queries), keys[..., :width], keys[..., width:], tile.at, scores)
@@ -167,12 +153,12 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, sinks, out, total = ctx.saved_tensors
         ring, dtype, width = ctx.ring, wide(q), q.shape[2]
         to_q = torch.zeros_like(q, dtype=dtype)
 
-        def add(tiles: Iterable[Tile], buffer: torch.Tensor, to_buffer: torch.Tensor) -> torch.Tensor:
+        def add(tiles: Iterable[Tile], buffer: Tensor, to_buffer: Tensor) -> Tensor:
             for tile in tiles:
                 g, queries, o, t = (as_batch(x, tile.queries) for x in (gradient, q, out, total))
                 keys = as_batch(buffer, tile.keys)
@@ -218,13 +204,13 @@ def _zigzag(packed: PackedBatch, ranks: int, rank: int) -> Iterator[Segment]:
                 yield replace(whole, first=whole.first + begin, start=whole.start + begin, length=end - begin)
 
 
-def _places(segments: Sequence[Sequence[Segment]]) -> torch.Tensor:
+def _places(segments: Sequence[Sequence[Segment]]) -> Tensor:
     """int64 [ranks, n]: places of the tokens of each rank's ``segments``; -1 where it has fewer than others."""
     parts = [[torch.arange(s.start, s.start + s.length) for s in (*some, Segment(0, 0, 0, 0, 0))] for some in segments]
     return pad_sequence([torch.cat(of) for of in parts], batch_first=True, padding_value=-1)
 
 
-def inverse(parts: torch.Tensor, count: int) -> torch.Tensor:
+def inverse(parts: Tensor, count: int) -> Tensor:
     """int64 [count]: where each of ``count`` tokens is in ``parts`` [ranks, n], flat; -1 of one that is in none."""
     flat, where = parts.flatten(), torch.full((count,), -1)
     where[flat[flat >= 0]] = (flat >= 0).nonzero()[:, 0]

@@ -11,6 +11,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from stages.engines.torch.attention import Scores
 from stages.engines.torch.packing import PackedBatch, attention
@@ -19,14 +20,14 @@ from stages.engines.torch.parallel.collectives import AllToAll
 
 def attention_by_heads(
     group: dist.ProcessGroup,
-    where: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
+    where: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
     packed: PackedBatch,
     scores: Scores,
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`~stages.engines.torch.packing.attention` of this rank's n tokens: ``q`` [n, H, D], ``k`` [n, KV heads, D],
     ``v`` [n, KV heads, E]. ``where`` int64 [S]: place of each packed token among those of all ranks, [ranks · n]."""
     size, even = group.size(), [len(q)] * group.size()

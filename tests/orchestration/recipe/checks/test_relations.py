@@ -142,3 +142,16 @@ def test_difficulty_that_cannot_be_measured_is_refused(
     assert wrong in blamed.wrong
     assert fix in blamed.fix
     load_recipe(minimal, ["prompts.sampling=difficulty"])
+
+
+def test_long_rows_are_divided_over_context_parallel_ranks(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    longer = ["rollout.max_tokens=400", "train.token_budget=150", "launch.launcher=process"]
+    [fault] = [p for p in problems(minimal, *longer) if p.key == "train.token_budget"]
+    [shared] = [p for p in problems(minimal, *longer, "train.cp=2") if p.key == "train.token_budget"]
+    assert "divided over 2 context-parallel ranks" in shared.wrong
+    tokens = [int(found.fix.removeprefix("use a value >= ")) for found in (fault, shared)]
+    assert tokens[1] == -(-tokens[0] // 2)
+    fits = load_recipe(minimal, [*longer, "train.cp=4"])
+    assert fits.train.ranks == 4
+    assert "train.cp = 3" in str(problems(minimal, *longer, "train.cp=3")[0])

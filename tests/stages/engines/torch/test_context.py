@@ -11,7 +11,7 @@ import torch
 from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
 from tests.ranks import of_product
-from tests.stages.products import of_context, replayed
+from tests.stages.products import bytes_of_long_rows, of_context, replayed
 from tests.stages.sharded import OPTIONS, model_of
 
 both = pytest.mark.parametrize("method", ["ulysses", "ring"])
@@ -33,6 +33,13 @@ def test_ranks_divide_tokens_with_the_same_bits_each_time_and_compute_them_again
     assert first == second
     assert max(first) > 30, "a micro-batch of 80 tokens, half of them on each rank"
     assert max(first) <= 40 + 2
+
+
+@both
+def test_four_ranks_hold_four_times_the_tokens_in_the_memory_of_one(method: str) -> None:
+    [one] = of_product({"dp": 1}, bytes_of_long_rows, 1024, {})
+    found = of_product({"cp": 4}, bytes_of_long_rows, 4096, {"context_parallel": method})
+    assert 0.9 * one < max(found) < 1.12 * one
 
 
 @both

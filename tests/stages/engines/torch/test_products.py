@@ -21,7 +21,7 @@ from tests.stages.sharded import OPTIONS, gradients_of_step, model_of, positions
 from tests.stages.sharded import algorithm as grpo
 
 # kind of model (see tests/stages/sharded.py), strategies, and options of the engine
-RING = {"context_parallel": "ring"}
+RING = {"context_parallel": "ring"}  # for any number of heads
 PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3", {"dp": 4, "dp_replicate": 2}, {}),
     ("biased", {"dp": 2, "dp_replicate": 2, "tp": 2}, {}),
@@ -37,6 +37,7 @@ PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("grouped", {"cp": 4}, {}),
     ("grouped", {"cp": 4}, RING),
     ("grouped", {"dp": 2, "cp": 2}, {}),
+    ("biased", {"tp": 2, "cp": 2}, RING),
     ("grouped", {"dp": 2, "tp": 2, "cp": 2}, {}),
     ("llama", {"dp": 2, "tp": 2, "cp": 2}, RING),
     ("grouped", {"dp": 2, "dp_replicate": 2, "cp": 2}, RING),
@@ -119,8 +120,8 @@ def test_gradients_and_three_steps_are_those_of_one_process(
 def test_a_checkpoint_of_one_product_resumes_at_another_bit_for_bit(
     kind: str, first: dict[str, int], then: dict[str, int], tmp_path: Path
 ) -> None:
-    before = ChainMap(*of_product(first, saved, kind, str(tmp_path), {}))
-    found = ChainMap(*(state for state, _ in of_product(then, resumed, kind, str(tmp_path), {})))
+    before = ChainMap(*of_product(first, saved, kind, str(tmp_path), RING))
+    found = ChainMap(*(state for state, _ in of_product(then, resumed, kind, str(tmp_path), RING)))
     assert any(np.abs(value).max() > 0 for name, value in before.items() if name.startswith("exp_avg/"))
     assert found.keys() == before.keys()
     for name, value in before.items():
