@@ -66,9 +66,11 @@ class WeightFiles:
         parameters = model.named_parameters(remove_duplicate=False)
         tensors = {plain_name(name): tensor for name, tensor in (*parameters, *model.named_buffers())}
         for name, key in self._plain.items():
-            for local, begins in _parts(tensors[name]):
+            for local, begins in _parts(tensors[name]) if name in tensors else ():  # or another pipeline stage has it
                 local.copy_(self._tensor(key, begins, local.shape))
         for name, (converter, sources) in self._converted.items():
+            if name not in tensors:
+                continue
             for first, keys in _pieces(converter, sources):
                 if first is not None and not any(_holds(tensors[name], first)):
                     continue

@@ -126,7 +126,8 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
             yield f"the train engine does not run this layout: {part}: {missing_parallelism(key)}"
         return
     sizes = {"dp": layout.dp_replicate * layout.dp_shard, "dp_replicate": layout.dp_replicate}
-    train = recipe.train.model_copy(update={**sizes, "cp": 1, "tp": layout.tp, "ep": layout.ep})
+    sizes |= {"cp": 1, "tp": layout.tp, "ep": layout.ep, "pp": layout.pp, "vpp": layout.vpp}
+    train = recipe.train.model_copy(update=sizes)
     laid_out = recipe.model_copy(update={"train": train})
     problems = [str(problem) for problem in (*heads_divide(laid_out), *experts_divide(laid_out))]
     if not problems and layout.tp > 1:

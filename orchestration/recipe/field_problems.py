@@ -33,7 +33,6 @@ TOML_TYPES = {bool: "boolean", int: "whole number", float: "number", str: "text"
 
 # Keys that [train] does not have yet: the parallelism, and a layout that `asyncdock plan reshard` can plan instead.
 FUTURE_KEYS = {
-    "train.pp": ("pipeline", "dp=2,pp=2"),
     "train.etp": ("expert tensor", "dp=2,tp=2,etp=2"),
 }
 
@@ -50,7 +49,7 @@ def missing_parallelism(key: str) -> str:
     """Says which parallelism the train engine lacks for ``key``, one of :data:`FUTURE_KEYS` or ``train.ep_order``."""
     if key == "train.ep_order":
         return "in the train engine neighbours hold different experts"
-    return f"the train engine has no {FUTURE_KEYS[key][0]} parallelism, only dp, cp, tp and ep"
+    return f"the train engine has no {FUTURE_KEYS[key][0]} parallelism, only dp, cp, tp, pp and ep"
 
 
 def field_problem(error: ErrorDetails, prefix: str = "", allowed: Collection[str] | None = None) -> Problem:

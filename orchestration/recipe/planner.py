@@ -296,8 +296,7 @@ def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
 
 def beyond_engine(layout: Layout) -> list[str]:
     """The parts of ``layout`` that the train engine does not have."""
-    others = {name: getattr(layout, name) for name in ("pp", "etp")}
-    beyond = [f"{name}={size}" for name, size in others.items() if size not in (None, 1)]
+    beyond = [f"etp={layout.etp}"] if layout.etp not in (None, 1) else []
     return beyond + (["ep_order=outer"] if layout.ep_order == "outer" and layout.ep > 1 else [])
 
 

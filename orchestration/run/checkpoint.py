@@ -35,6 +35,8 @@ from orchestration.run.storage.store import CheckpointStore, sync
 from stages.threads import run_in_thread
 
 if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that read or write one import it
+    import torch
+
     from stages.engines.protocols import TrainEngine
     from stages.models import Tokenizer
 
@@ -228,12 +230,19 @@ class _Whole(Mapping[str, Any]):
         import torch.distributed.checkpoint as dcp
         from torch.distributed.tensor import DTensor
 
-        value, path = self._state[name], (*self._path, name)
+        path = (*self._path, name)
+        if (value := self._state.get(name)) is None:  # a pipeline stage of other ranks has it
+            stored: Any = dcp.FileSystemReader(self._folder).read_metadata().state_dict_metadata[".".join(path)]
+            return self._read(torch.empty(stored.size, dtype=stored.properties.dtype), path)
         if isinstance(value, dict):
             return _Whole(value, self._folder, path)
         if not isinstance(value, DTensor):
             return value
-        whole = torch.empty(value.shape, dtype=value.dtype)
+        return self._read(torch.empty(value.shape, dtype=value.dtype), path)
+
+    def _read(self, whole: torch.Tensor, path: Sequence[str]) -> torch.Tensor:
+        import torch.distributed.checkpoint as dcp
+
         wanted: Any = whole
         for key in reversed(path):
             wanted = {key: wanted}

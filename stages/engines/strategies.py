@@ -41,6 +41,15 @@ class Strategies(BaseModel):
         "by all-to-all. `ring`, for any number of heads: each has its tokens; keys and values of prompts are gathered, "
         "those of responses go from rank to rank.",
     )
+    pp: Count = key(
+        1,
+        "Pipeline stages, each of which has some of the layers; micro-batches go through them one after the other (1F1B). "
+        "Layers are dealt out by the weights that a token meets in them, those of the output head included.",
+    )
+    vpp: Annotated[int, Field(ge=1), unit("parts")] = key(
+        1,
+        "Parts of the layers that each pipeline stage has (interleaved 1F1B): stages wait less and send more.",
+    )
     ep: Count = key(
         1,
         "Expert-parallel ranks, to which the experts of each layer are dealt out whole; tokens go to them by all-to-all. "

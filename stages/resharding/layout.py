@@ -14,8 +14,8 @@ tensor-parallel ranks. The experts of a stage use the same ranks in an order of 
     experts  (pp, data-parallel rest, ep, etp), or with ``ep_order = "outer"`` (pp, ep, data-parallel rest, etp)
 
 Context parallelism splits sequences, not weights: its ranks are further data-parallel shards (``dp_shard`` is dp · cp, cp
-counting faster, as in torchtitan), so a layout has no ``cp``. The train engine has no pp and etp; plans are computed for all
-of these.
+counting faster, as in torchtitan), so a layout has no ``cp``. The train engine has no etp; plans are computed for all of
+these.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
-from math import prod
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from math import inf, prod
 from typing import Any, Literal, get_args
 
 import torch
@@ -142,7 +143,8 @@ class Tensor:
 @dataclass(frozen=True)
 class ModelState:
     """All parameters of a model, and the tensors that hold them under Hugging Face's names. ``tied``: names that share a
-    parameter, and its name (``lm_head.weight`` with the embeddings)."""
+    parameter, and its name (``lm_head.weight`` with the embeddings). ``chosen``: experts that a token uses, of each layer;
+    0: not known."""
 
     parameters: tuple[Parameter, ...]
     tensors: tuple[Tensor, ...]
@@ -150,6 +152,23 @@ class ModelState:
     heads: int
     kv_heads: int
     tied: tuple[tuple[str, str], ...] = ()
+    chosen: int = 0
+
+    @cached_property
+    def costs(self) -> tuple[float, ...]:
+        """What a token costs in each layer: the weights that it meets there. The output head is counted in the last one, of
+        embeddings one row in the first."""
+        costs, of = [0.0] * self.layers, {of for _, of in self.tied}
+        for parameter in self.parameters:
+            size = float(prod(parameter.shape))
+            if parameter.layer is None:
+                is_embedding = "embed" in parameter.name
+                costs[0] += parameter.shape[-1] if is_embedding else 0.0
+                costs[-1] += size if not is_embedding or parameter.name in of else 0.0
+            else:
+                used = (self.chosen or parameter.shape[0]) / parameter.shape[0] if parameter.expert else 1.0
+                costs[parameter.layer] += size * used
+        return tuple(costs)
 
     @cached_property
     def by_name(self) -> dict[str, Parameter]:
@@ -210,7 +229,8 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
         for name, of in (getattr(model, "_tied_weights_keys", None) or {}).items()
         if name not in known and of in known
     )
-    return ModelState(tuple(parameters), tuple(tensors), text.num_hidden_layers, heads, kv_heads, tied)
+    chosen = int(getattr(text, "num_experts_per_tok", None) or 0)
+    return ModelState(tuple(parameters), tuple(tensors), text.num_hidden_layers, heads, kv_heads, tied, chosen)
 
 
 def _parts(
@@ -283,8 +303,8 @@ class Layout:
 
     ``dp_replicate`` copies. ``dp_shard`` splits dimension 0 of what tensor parallelism left (FSDP2, ZeRO-3). ``tp`` splits
     columns and rows. ``ep`` deals experts over the data- and tensor-parallel ranks of a stage, and ``etp`` splits each
-    expert (default: ``tp`` while ``ep`` is 1, else 1). ``pp`` deals layers to stages. ``ep_order``: ``inner`` as
-    Megatron-Core, torchtitan and vLLM count, neighbours hold different experts; ``outer``: neighbours hold the same.
+    expert (default: ``tp`` while ``ep`` is 1, else 1). ``pp`` deals layers to stages, in ``vpp`` parts each. ``ep_order``:
+    ``inner`` as Megatron-Core, torchtitan and vLLM count, neighbours hold different experts; ``outer``: the same.
     """
 
     dp_replicate: int = 1
@@ -293,6 +313,7 @@ class Layout:
     ep: int = 1
     etp: int | None = None
     pp: int = 1
+    vpp: int = 1
     ep_order: EpOrder = "inner"
 
     def __post_init__(self) -> None:
@@ -329,7 +350,7 @@ class Layout:
         return self.pp * self.stage_ranks
 
     def __str__(self) -> str:
-        shown = ("pp", "dp_replicate", "dp_shard", "tp", "ep", "etp")
+        shown = ("pp", "vpp", "dp_replicate", "dp_shard", "tp", "ep", "etp")
         given = [f"{name}={value}" for name in shown if (value := getattr(self, name)) not in (None, 1)]
         return ",".join([*given, *(["ep_order=outer"] if self.ep_order == "outer" else [])]) or "one rank"
 
@@ -443,8 +464,9 @@ def place(model: ModelState, layout: Layout, *, names: Names = "hf", dtype: torc
 
 
 def _check(model: ModelState, layout: Layout) -> None:
-    if layout.pp > model.layers:
-        raise LayoutError(f"pp: {layout.pp} stages are more than the {model.layers} layers; use pp <= {model.layers}")
+    if layout.pp * layout.vpp > model.layers:
+        of = f"{layout.pp} stages" + (f" of {layout.vpp} parts" if layout.vpp > 1 else "")
+        raise LayoutError(f"pp: {of} are more than the {model.layers} layers; use pp <= {model.layers // layout.vpp}")
     experts = max((p.shape[0] for p in model.parameters if p.expert), default=0)
     if layout.ep > 1 and layout.ep > experts:
         have = f"{experts} experts" if experts else "no experts"
@@ -458,9 +480,28 @@ def _check(model: ModelState, layout: Layout) -> None:
                 )
 
 
-def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """The layers of pipeline stage ``stage``: in order, as evenly as possible."""
-    return range(stage * layers // stages, (stage + 1) * layers // stages)
+@lru_cache(maxsize=64)
+def stage_layers(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
+    """The layers of each virtual stage, in order and at least one: those with the least sum of the squares of the stages'
+    costs, so that none takes much longer than the others. ``costs``: of each layer.
+
+    >>> stage_layers((1.0, 1.0, 1.0, 1.0, 1.0, 4.0), 2)
+    (range(0, 4), range(4, 6))
+    """
+    before = [0.0, *accumulate(costs)]
+    best: list[tuple[float, tuple[int, ...]]] = [
+        (cost**2, (0,)) for cost in before
+    ]  # of layers 0 .. n - 1 in one stage
+    for count in range(2, stages + 1):
+        best = [
+            min(
+                ((best[at][0] + (before[end] - before[at]) ** 2, (*best[at][1], at)) for at in range(count - 1, end)),
+                default=(inf, ()),
+            )
+            for end in range(len(before))
+        ]
+    firsts = (*best[-1][1], len(costs))
+    return tuple(range(*pair) for pair in pairwise(firsts))
 
 
 def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]:
@@ -468,7 +509,8 @@ def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]
     tied embeddings."""
     last = layout.pp - 1
     if parameter.layer is not None:
-        return {s for s in range(layout.pp) if parameter.layer in stage_layers(model.layers, layout.pp, s)}
+        parts = stage_layers(model.costs, layout.pp * layout.vpp)
+        return {at % layout.pp for at, layers in enumerate(parts) if parameter.layer in layers}
     if any(of == parameter.name for _, of in model.tied):
         return {0, last}
     return {0} if "embed" in parameter.name else {last}

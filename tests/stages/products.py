@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.parallel import model_of as larger_model
+from stages.adapters.options import AdapterOptions
 from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine, placement
 from stages.engines.torch.train import TorchTrainEngine
@@ -139,3 +141,41 @@ def figure_three(ranks: Ranks, rollout: Layout) -> int:
         ended.append(weights_of(engine))
     assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
     return plan.received[ranks.rank]
+
+
+def of_stages(ranks: Ranks, kind: str, folder: str) -> dict[str, Any]:
+    """Gradients of a step, twice; of one whose activations are computed again, of one in bfloat16, and of adapters; and the
+    weights that the first one publishes, after it has written them below ``folder``."""
+    found: dict[str, Any] = {}
+    adapters = AdapterOptions(rank=4, alpha=8, targets=(), seed=0, dtype="float32")
+    variants: dict[str, dict[str, Any]] = {"first": {}, "second": {}, "again": {"activation_checkpointing": True}}
+    for name, more in (variants | {"half": {"compute": torch.bfloat16}, "adapters": {"adapters": adapters}}).items():
+        engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **more})
+        gradients, _ = gradients_of_step(engine, share(ranks), algorithm())
+        found[name] = {key: value.float().numpy() for key, value in gradients.items()}
+        if name == "first":
+            found["published"] = {key: value.numpy() for key, value in weights_of(engine).items()}
+            engine.save_pretrained(Path(folder) / "written")
+        if name == "adapters":
+            engine.save_pretrained(Path(folder) / "merged" / "model")
+    return found
+
+
+def swapped_stages(ranks: Ranks, kind: str) -> None:
+    """Two steps, with a swap after each, as :func:`figure_three`."""
+    state, ended = model_state(model_of(kind).config, torch.float32), []
+    target = place(state, Layout(dp_replicate=ranks.world // 2, tp=2), names="vllm")
+    plan = plan_reshard(placement(state, ranks), target, bucket_bytes=4096)
+    for swapping in (False, True):
+        engine = ShardedTrainEngine(model_of(kind), ranks, **OPTIONS)
+        swap = Swap(plan, ranks.rank, engine.shards(), engine.held, device=engine.device)
+        for step in range(2):
+            engine.train_batch(share(ranks, seed=step), algorithm())
+            if swapping:
+                wanted, found = laid_out(weights_of(engine), plan.target, ranks.rank), swap.to_rollout()
+                assert found.keys() == wanted.keys()
+                assert all(torch.equal(found[name], value) for name, value in wanted.items())
+                swap.prefetch()
+                swap.ready()
+        ended.append(weights_of(engine))
+    assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())

@@ -59,10 +59,14 @@ def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) ->
     ``sinks``: attention sinks, and windows."""
     torch.manual_seed(seed)
     model: PreTrainedModel
+    kind, _, layers = kind.partition("-")
+    sizes = SIZES | {"num_hidden_layers": int(layers or 2)}
     if kind in ("moe", "experts"):
         family = {"moe": "DeepSeek-V3", "experts": "Qwen3-MoE"}[kind]
         experts = {"moe": {"n_routed_experts": 8}, "experts": {"num_experts": 8}}[kind]
-        model = family_model(family, seed=seed, dtype=dtype, num_hidden_layers=2, vocab_size=VOCABULARY, **experts)
+        model = family_model(
+            family, seed=seed, dtype=dtype, num_hidden_layers=int(layers or 2), vocab_size=VOCABULARY, **experts
+        )
         return _computed_one_by_one(model) if dtype == torch.float64 else model
     if kind in ("gathered", "fused", "sinks"):
         family = {"gathered": "OLMo 2", "fused": "Phi-3", "sinks": "gpt-oss"}[kind]
@@ -70,12 +74,12 @@ def model_of(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) ->
         return _computed_one_by_one(model) if kind == "sinks" and dtype == torch.float64 else model
     if kind in ("qwen3", "grouped"):
         heads = {"num_attention_heads": 8} if kind == "grouped" else {}
-        config = Qwen3Config(**{**SIZES, **heads}, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
+        config = Qwen3Config(**{**sizes, **heads}, intermediate_size=90, head_dim=8, tie_word_embeddings=True)
         model = Qwen3ForCausalLM(config)
     else:
         biased = {"attention_bias": True, "mlp_bias": True} if kind == "biased" else {}
         tied = kind == "llama"
-        model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=80, tie_word_embeddings=tied, **biased))
+        model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=80, tie_word_embeddings=tied, **biased))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # not all ones or zeros, so that a permuted or missing one shows
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
@@ -121,7 +125,8 @@ def gradients_of_step(engine: Any, batch: TensorDict, of: Any) -> tuple[dict[str
     def record(*_: Any) -> None:
         for name, parameter in engine.model.named_parameters():
             trained = engine._trained[name] if name in engine._copies else parameter
-            seen[name] = _whole(trained.grad).clone()
+            if parameter.requires_grad:
+                seen[name] = _whole(trained.grad).clone()
 
     handle = engine._optimizer.register_step_pre_hook(record)
     metrics = dict(engine.train_batch(batch, of))

@@ -89,6 +89,11 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         elif side == "train" and recipe.train.tp > 1 and (reason := refusal(folder, side, tp=True)):
             fix = "set train.tp = 1 (train.dp shards any model that one rank trains)"
             yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
+        elif side == "train" and recipe.train.pp > 1 and (reason := refusal(folder, side, pp=True)):
+            wrong = f"is not available for the model in {source} ({reason})"
+            yield problem(
+                recipe, "train.pp", wrong, "set train.pp = 1 (train.dp shards any model that one rank trains)"
+            )
         elif side == "train" and recipe.train.tp > 1 and recipe.colocated and (name := fused(trained_state(recipe))):
             wrong = f"is not available in a colocated run of {source} ({name} is several matrices in one)"
             yield problem(recipe, "train.tp", wrong, "set train.tp = 1, or launch.placement = 'separate'")

@@ -135,7 +135,7 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
     freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
     kept = _kept(freed, item * batch.tokens * sizes.intermediate // train.tp)
     if not one and trained * layer < MAPPED_BYTES:
-        kept += KEPT_GATHERED * trained * layer * sizes.layers
+        kept += KEPT_GATHERED * trained * layer * -(-sizes.layers // train.pp)
     return {
         "weights": frozen + share * trained + (learned * item if recipe.mixed_precision and one else 0),
         "optimizer": 2 * share * trained,
@@ -155,6 +155,12 @@ def _moments_of_a_step(
     and of the first layer. In the first micro-batch gradients come as activations go; later ones add to all of them."""
     train, item = recipe.train, ITEM_BYTES[recipe.model.dtype]
     one, fed = layer_bytes(sizes, item, batch.tokens) // train.tp, batch.tokens * sizes.width
+    layers = sizes.layers
+    if (
+        train.pp > 1
+    ):  # as many of the first stage's layers, with micro-batches for all stages under way, as the model has
+        under_way = 1 if batch.only else train.pp + (train.pp - 1) * (train.vpp > 1)
+        layers = min(under_way * -(-layers // train.pp), 2 * layers)
     each, again = (item * fed, one) if train.activation_checkpointing else (one, 0)  # ``again``: computed again
     # Beside what the layer keeps: the gradients of its output, and of the two factors of its MLP's product or inside norms.
     working = item * fed + batch.tokens * max(2 * item * sizes.intermediate // train.tp, 3 * FLOAT * sizes.width)
@@ -163,8 +169,8 @@ def _moments_of_a_step(
     outside = 2 * fed * (item + FLOAT) + batch.places * (item + FLOAT) * sizes.width
     earlier = 0 if batch.only else gradients
     pieces = min(PIECES_BYTES, all_logits)
-    yield sizes.layers * each + outside, all_logits + max(pieces, head), earlier
-    yield sizes.layers * each + again + working, 0, max(earlier, head)
+    yield layers * each + outside, all_logits + max(pieces, head), earlier
+    yield layers * each + again + working, 0, max(earlier, head)
     yield each + again + working, 0, gradients
 
 

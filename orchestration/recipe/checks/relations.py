@@ -289,7 +289,7 @@ def threads_exist(recipe: Recipe) -> Iterator[Problem]:
 
 
 @check(
-    *(f"train.{key}" for key in ("dp", "cp", "tp", "engine", "device", "groups_per_step")),
+    *(f"train.{key}" for key in ("dp", "cp", "tp", "pp", "engine", "device", "groups_per_step")),
     *("algorithm.group_size", "launch.launcher", "critic"),
 )
 def ranks_fit(recipe: Recipe) -> Iterator[Problem]:
@@ -323,7 +323,8 @@ def _rank_groups(recipe: Recipe) -> Iterator[tuple[str, TrainSection | CriticSec
 
 def _factors(side: str, of: TrainSection | CriticSection) -> dict[str, int]:
     """The keys whose product is the number of ranks of ``side``, those that are mostly 1 only where they are not."""
-    return {f"{side}.{name}": getattr(of, name) for name in ("dp", "cp", "tp") if name != "cp" or of.cp > 1}
+    sizes = {name: getattr(of, name, 1) for name in ("dp", "cp", "tp", "pp")}
+    return {f"{side}.{name}": size for name, size in sizes.items() if name in ("dp", "tp") or size > 1}
 
 
 def _ranks_key(recipe: Recipe, side: str = "train") -> str:
@@ -384,7 +385,21 @@ def experts_divide(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "train.ep", wrong, f"use one of: {', '.join(fits)}")
 
 
-@check("train.dp", "train.cp", "train.tp", "train.device", "critic", "launch.launcher")
+@check("train.pp", "train.vpp", "model.source")
+def layers_divide(recipe: Recipe) -> Iterator[Problem]:
+    """Checks that each part of a pipeline stage gets a layer."""
+    train, layers = recipe.train, config_of(recipe.model.source).get("num_hidden_layers")
+    if train.vpp > 1 and train.pp == 1:
+        wrong = "divides the layers of pipeline stages, and train.pp = 1 makes none"
+        yield problem(recipe, "train.vpp", wrong, "set train.vpp = 1, or train.pp = 2")
+    elif isinstance(layers, int) and train.pp * train.vpp > layers:
+        key, fits = ("train.pp", layers) if train.vpp == 1 or train.pp > layers else ("train.vpp", layers // train.pp)
+        parts = f" of {train.vpp} parts each" if train.vpp > 1 else ""
+        wrong = f"makes {train.pp} stages{parts}, more than the model's {layers} layers"
+        yield problem(recipe, key, wrong, f"use a value <= {fits}")
+
+
+@check("train.dp", "train.cp", "train.tp", "train.pp", "train.device", "critic", "launch.launcher")
 def ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
     for side, of in _rank_groups(recipe):
         ranks, cores = of.ranks, _cores(recipe)
@@ -409,7 +424,7 @@ def precision_has_effect(recipe: Recipe) -> Iterator[Problem]:
 @check(
     *("launch.placement", "external", "sync.transport"),
     *(f"rollout.{key}" for key in ("engine", "workers", "device")),
-    *(f"train.{key}" for key in ("engine", "device", "dp", "cp", "tp")),
+    *(f"train.{key}" for key in ("engine", "device", "dp", "cp", "tp", "pp")),
 )
 def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.colocated:
@@ -421,7 +436,7 @@ def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
             yield problem(recipe, key, f"cannot release its device, as {colocated} requires", fix)
     if rollout.workers not in (1, train.ranks):
         wrong = f"is not the {train.ranks} ranks that train, each of which has a rollout engine with {colocated}"
-        yield problem(recipe, "rollout.workers", wrong, "leave it out: it follows from train.dp and train.tp")
+        yield problem(recipe, "rollout.workers", wrong, "leave it out: it follows from train.dp, train.tp and train.pp")
     for stage in ("rollout", "update"):
         if stage in recipe.external.stages:
             wrong = f"gives {stage!r} to another program, while {colocated} runs both on one device"

@@ -26,7 +26,7 @@ from stages.adapters.training import is_adapted
 def use_fast_layers(model: Any, device: torch.device) -> None:
     """Compute the linear layers of ``model`` by :func:`linear`. ``device``: where it is trained."""
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if device.type == "cpu" and isinstance(words, nn.Embedding) and words.weight is head.weight:
+    if device.type == "cpu" and isinstance(words, nn.Embedding) and words.weight is getattr(head, "weight", None):
         words.sparse = True
     for module in model.modules():
         if "forward" in vars(module):  # replaced before

@@ -24,15 +24,16 @@ VOCABULARY, WIDTH, EXPERTS = 512, 64, 4  # of the small model, at most
 WINDOW = PROBE // 3
 
 
-def refusal(folder: Path, side: Side, *, tp: bool = False, context: int | None = None) -> str:
+def refusal(folder: Path, side: Side, *, tp: bool = False, pp: bool = False, context: int | None = None) -> str:
     """Returns why the torch engine of ``side`` cannot run the model of the config in ``folder``; ``tp``: with its matrices
-    split over several ranks; ``context``: tokens of the longest sequence. Returns "" when it can, and when a small model of
+    split over several ranks; ``pp``: in
+    pipeline stages; ``context``: tokens of the longest sequence. Returns "" when it can, and when a small model of
     its kind cannot be made."""
-    return _refusal(folder, (folder / "config.json").read_text(), side, tp, context)
+    return _refusal(folder, (folder / "config.json").read_text(), side, tp, pp, context)
 
 
 @lru_cache(maxsize=64)
-def _refusal(folder: Path, text: str, side: Side, tp: bool, context: int | None) -> str:
+def _refusal(folder: Path, text: str, side: Side, tp: bool, pp: bool, context: int | None) -> str:
     """``text``: the config's content, so that a changed config is read again."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -60,8 +61,12 @@ def _refusal(folder: Path, text: str, side: Side, tp: bool, context: int | None)
                 from stages.engines.torch.parallel.tensor import planned_cuts
 
                 planned_cuts(model)
+            if pp:
+                from stages.engines.torch.parallel.pipeline import planned
+
+                planned(model)
     except (ValueError, NotImplementedError) as error:
-        return str(error).removeprefix("model: ").removeprefix("tp: ")
+        return str(error).removeprefix("model: ").removeprefix("tp: ").removeprefix("pp: ")
     return ""
 
 

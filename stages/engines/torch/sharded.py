@@ -21,7 +21,7 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise
@@ -49,6 +49,7 @@ from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.parallel.context import divide
 from stages.engines.torch.parallel.experts import deal_experts
 from stages.engines.torch.parallel.mesh import Meshes
+from stages.engines.torch.parallel.pipeline import Pipeline, keep_own
 from stages.engines.torch.parallel.tensor import cut_matrices
 from stages.engines.torch.train import Result, TorchTrainEngine, take_over
 from stages.models import checkpoint_tensors, write_checkpoint
@@ -158,6 +159,11 @@ class ShardedTrainEngine(TorchTrainEngine):
         self._dtype = compute
         if self._adapters is not None and self._weights is None and ranks.rank == 0:  # no file has them
             self._base = {name: value.clone() for name, value in base_weights(self.model).items()}
+        saved, buffers = self.model.state_dict(), dict(self.model.named_buffers())
+        # Of the whole model, also where pipeline stages have parts of it: what is learned, and what else it saves.
+        self._learned = {n: _like(p) for n, p in self.model.named_parameters()}
+        self._fixed = {n: _like(saved[n]) for n in buffers.keys() & saved.keys()}
+        parts, self._stage_of = keep_own(self.model, ranks) if ranks.pp > 1 else ([], {})
         if self._meshes.tp is not None:
             cut_matrices(self.model, self._meshes.tp)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
@@ -166,10 +172,11 @@ class ShardedTrainEngine(TorchTrainEngine):
         layers = _layers(self.model)
         for layer in layers:
             _shard(layer, self._meshes.layers, policy, 1.0)
-        ahead = layers if kind == "cpu" else []  # devices gather ahead by streams of their own
-        for layer, following in pairwise(ahead):
-            layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
-            following._set_unshard_async_op(True)  # type: ignore[operator]
+        in_turn = [part.layers for part in parts] or [layers]
+        ahead = in_turn if kind == "cpu" else []  # devices gather ahead by streams of their own
+        for layer, following in chain(*map(pairwise, ahead)):
+            layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator, union-attr]
+            following._set_unshard_async_op(True)  # type: ignore[operator, union-attr]
         # The model's own parameters have the same gradient on all tp ranks of a replica.
         _shard(self.model, self._meshes.outside, policy, float(ranks.tp))
         if self._weights is not None:
@@ -178,8 +185,16 @@ class ShardedTrainEngine(TorchTrainEngine):
             if self._adapters is not None:
                 fill_adapters(self.model, self._adapters)
         self.model.forward = lambda compute, *arguments: compute(*arguments)  # FSDP gathers parameters around forward
+        self._pipeline = Pipeline(self, parts, self._meshes) if parts else None
+        self._passes = self._pipeline or self._passes
         take_over(self)
         self.model.reshard()  # type: ignore[operator]
+        words: Any = self.model.get_input_embeddings()
+        self._tied = ""  # the parameter that the first and the last pipeline stage have
+        if self._pipeline is not None:
+            words.sparse = False  # no head beside it adds a dense gradient
+            ties = getattr(self.model, "_tied_weights_keys", None) or {}
+            self._tied = next((of for name, of in ties.items() if name not in self._learned), "")
         self._sharded: dict[str, DTensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[misc]
         return {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
 
@@ -192,6 +207,11 @@ class ShardedTrainEngine(TorchTrainEngine):
         share = divide(packed, self._meshes.cp.get_group(), self._context_parallel)
         logprobs, entropy, values = super()._compute(share.fed)
         return share.whole(logprobs), share.whole(entropy), share.whole(values)
+
+    def _fed(self, packed: PackedBatch) -> PackedBatch:
+        """What this rank feeds of ``packed``."""
+        cp = self._meshes.cp
+        return packed if cp is None else divide(packed, cp.get_group(), self._context_parallel).fed
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         if not passes:
@@ -206,7 +226,7 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _total_of_tokens(self, counts: torch.Tensor) -> torch.Tensor:
         if self._meshes.cp is not None:
             dist.all_reduce(counts := counts.to(self.device, copy=True), group=self._meshes.cp.get_group())
-        return self._total(counts)
+        return self._passes.total(self._total(counts))
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         names = sorted(metrics)
@@ -219,7 +239,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         given = [metrics.get(name, -math.inf if name.startswith("max_") else 0.0) for name in names]
         values = self._gathered(torch.tensor(given, dtype=torch.float32)).double()
         totals, peaks = values.sum(0).tolist(), values.amax(0).tolist()
-        return {name: (peaks if name.startswith("max_") else totals)[at] for at, name in enumerate(names)}
+        added = {name: (peaks if name.startswith("max_") else totals)[at] for at, name in enumerate(names)}
+        return self._passes.told(added)
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """The tensors [n] of all replicas: [dp, n]."""
@@ -231,15 +252,20 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _clip(self) -> float:
         by_copies: dict[int, list[torch.Tensor]] = {}
         for name, parameter in self._sharded.items():
+            is_tied = self._pipeline is not None and name == self._tied
+            if is_tied and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:
                 self._trained[name].grad = gradient = parameter.grad.to_local()  # type: ignore[attr-defined]
-                by_copies.setdefault(self._meshes.copies(parameter), []).append(gradient)
+                if is_tied and self._pipeline is not None:
+                    self._pipeline.join_tied(gradient)
+                by_copies.setdefault(self._meshes.copies(parameter) * (2 if is_tied else 1), []).append(gradient)
         heads = []  # of values: whole on every rank, which has added up the gradient of its own rows
         for head in self._value_head.values():
             head.grad = torch.zeros_like(head) if head.grad is None else head.grad
-            for mesh in (self._meshes.replicas, self._meshes.cp):
-                if mesh is not None:
-                    dist.all_reduce(head.grad, group=mesh.get_group())
+            meshes = [mesh for mesh in (self._meshes.replicas, self._meshes.cp) if mesh is not None]
+            for group in (*(mesh.get_group() for mesh in meshes), *self._meshes.pipes[:1]):
+                dist.all_reduce(head.grad, group=group)
             heads.append(head.grad)
         if heads:
             by_copies.setdefault(self.ranks.world, []).extend(heads)
@@ -268,9 +294,24 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Whole tensors, gathered one at a time. Every rank must iterate over all of them."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                yield name, _whole(parameter.detach().to(self._dtype))
+        own = dict(self.model.named_parameters())
+        for name, like in self._learned.items():
+            if like.requires_grad:
+                value = _whole(own[name].detach().to(self._dtype)) if name in own else None
+                yield name, self._brought(name, value, like)
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        own = dict(self.model.named_buffers())
+        return ((name, self._brought(name, own.get(name), like)) for name, like in self._fixed.items())
+
+    def _brought(self, name: str, value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """``value``, which the pipeline stage of ``name`` has."""
+        if self._pipeline is None:
+            return value  # type: ignore[return-value]
+        dtype = like.dtype if name in self._fixed else self._dtype
+        if value is None or not self._pipeline.has(self._stage_of[name]):
+            value = torch.empty(like.shape, dtype=dtype, device=self.device)
+        return self._pipeline.broadcast(value.contiguous(), self._stage_of[name])
 
     def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor:
         if (like := self._sharded.get(name)) is None:  # a value head, which each rank has
@@ -284,24 +325,24 @@ class ShardedTrainEngine(TorchTrainEngine):
         tensor."""
         if self._adapters is not None:
             return self._save_adapters(path, self._adapters, state)
-        learned = dict(self.model.named_parameters(remove_duplicate=False))
-        # A module's own state_dict() frees the layers that FSDP has gathered, and a step may be under way beside this.
-        known = self.model.state_dict() if state is None else state["model"]
-        fixed = {name: known[name] for name in known if name not in learned and name not in self._value_head}
-        empty = {n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self.model.named_parameters()}
-        empty |= {name: torch.empty_like(value, device="meta") for name, value in fixed.items()}
-        values = chain(self.weights(), fixed.items()) if state is None else state["model"].items()
+        empty = {
+            n: torch.empty(p.shape, dtype=self._dtype, device="meta") for n, p in self._learned.items()
+        } | self._fixed
+        values: Iterable[tuple[str, torch.Tensor]] = chain(self.weights(), self._buffers())
+        if state is not None:
+            values = ((name, state["model"][name]) for name in empty)
         if self.ranks.rank:
             deque(values, maxlen=0)  # the calls that gather them
             return
-        saved = (pair for n, v in values if n in empty for pair in checkpoint_tensors(self.model, {n: v}).items())
+        saved = (pair for n, v in values for pair in checkpoint_tensors(self.model, {n: v}).items())
         sizes = checkpoint_tensors(self.model, empty)
         write_checkpoint(self.model, path, sizes, saved, kind=self._kind, dtype=self._dtype, file_bytes=FILE_BYTES)
 
     def _save_adapters(self, path: Path, adapters: AdapterOptions, state: Mapping[str, Any] | None) -> None:
-        matrices = dict(self.weights() if state is None else state["model"].items())
+        names = [name for name, like in self._learned.items() if like.requires_grad]
+        matrices = dict(self.weights()) if state is None else {name: state["model"][name] for name in names}
         if self.ranks.rank == 0:
-            matrices = {n: v.to(self._dtype) for n, v in matrices.items() if n not in self._value_head}
+            matrices = {name: value.to(self._dtype) for name, value in matrices.items()}
             save_adapter(path.with_name(ADAPTER), self._adapter_config, matrices)
             base = self._weights or self._base
             write_merged(path, self.model, matrices, adapters.scale, base=base, kind=self._kind)
@@ -317,19 +358,24 @@ def fused(model: ModelState) -> str:
 def layout_of(ranks: Ranks) -> Layout:
     """Returns where the weights of layers are; experts are not cut (``etp`` 1). Context-parallel ranks are further shards of
     them."""
-    return Layout(ranks.dp_replicate, ranks.dp // ranks.dp_replicate * ranks.cp, ranks.tp, ranks.ep, etp=1)
+    return Layout(
+        ranks.dp_replicate, ranks.dp // ranks.dp_replicate * ranks.cp, ranks.tp, ranks.ep, 1, ranks.pp, ranks.vpp
+    )
 
 
 def ranks_of(layout: Layout) -> Ranks:
     """Returns the ranks of which :func:`layout_of` is ``layout``."""
-    return Ranks(0, layout.dp_replicate * layout.dp_shard, layout.tp, layout.dp_replicate, ep=layout.ep)
+    return Ranks(
+        0, layout.dp_replicate * layout.dp_shard, layout.tp, layout.dp_replicate, layout.pp, layout.vpp, ep=layout.ep
+    )
 
 
 def placement(model: ModelState, ranks: Ranks) -> Placement:
     """Returns what each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers are split over tp and then over dp,
-    the other parameters over all ranks. With tp, not of a tensor that :func:`fused` names."""
+    the other parameters over all ranks of their pipeline stage. With tp, not of a tensor that :func:`fused` names."""
     layout = layout_of(ranks)
-    layers, rest = place(model, layout), place(model, Layout(layout.dp_replicate, layout.dp_shard * layout.tp))
+    whole = Layout(layout.dp_replicate, layout.dp_shard * layout.tp, pp=ranks.pp, vpp=ranks.vpp)
+    layers, rest = place(model, layout), place(model, whole)
     within = {t.name for t in model.tensors if model.by_name[t.parts[0]].layer is not None}
     return Placement(
         layers.layout,
@@ -338,6 +384,10 @@ def placement(model: ModelState, ranks: Ranks) -> Placement:
             for pair in zip(layers.ranks, rest.ranks, strict=True)
         ),
     )
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, divisor: float) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -45,6 +45,7 @@ from stages.engines.torch.optimizer import (
 )
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.parallel.experts import ExpertLoad
+from stages.engines.torch.parallel.passes import Outputs, Passes
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.flow.declarations import BASE, IN_TRAINING
 from stages.resharding.swap import local_part, local_weights, training_state
@@ -152,6 +153,7 @@ class TorchTrainEngine:
         self._adapter_config = add_adapters(model, adapters) if adapters else {}
         self._plain_forward = model.forward
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
+        self._passes = Passes(self)
         self._value_head = value_head_of(model, self.device) if value_head else {}
         self._trained = {**self._place(compute or model.dtype), **self._value_head}
         self._optimizer = adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
@@ -194,11 +196,6 @@ class TorchTrainEngine:
     def _total_of_tokens(self, counts: torch.Tensor) -> torch.Tensor:
         """``counts`` of the tokens that each rank was fed, added up over all ranks."""
         return counts
-
-    def _idle_pass(self) -> torch.Tensor:
-        """One pass through the model on one token, while other ranks have work. Returns a logprob [1]."""
-        token = torch.zeros(1, dtype=torch.int64)
-        return self._compute(pack([token], [[token]], self.device))[0]
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
         """Combine the metrics of all ranks: the largest of those called ``max_…``, the sum of the others."""
@@ -260,32 +257,33 @@ class TorchTrainEngine:
             raise ValueError("loss_mask: leaves no token of a mini-batch to train on; drop such groups before training")
         fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
         sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
+
+        def loss_of(number: int, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            if number >= len(plan):
+                return logprobs.sum() * 0
+            pieces = plan[number]
+            tokens = given.tokens(
+                [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows],
+                [at for at, piece in enumerate(pieces) for _ in piece.rows],
+                logprobs,
+                entropy,
+                values if self._value_head else None,
+                total_tokens=total_tokens,
+                total_rows=total_rows,
+                total_groups=total_groups,
+            )
+            if not len(tokens.row):  # all are left out: nothing to learn, but other ranks compute with this one
+                return tokens.logprobs.sum()
+            output = algorithm.loss(tokens)
+            measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
+            measured["entropy"] = tokens.entropy.sum() / total_tokens  # type: ignore[union-attr]
+            _add(sums, measured)
+            return output.loss
+
         try:
-            with self.expert_load:
-                for pieces in plan:
-                    logprobs, entropy, values = self._compute(_packed(groups, pieces, responses, self.device, experts))
-                    numbers = [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows]
-                    tokens = given.tokens(
-                        numbers,
-                        [at for at, piece in enumerate(pieces) for _ in piece.rows],
-                        logprobs,
-                        entropy,
-                        values if self._value_head else None,
-                        total_tokens=total_tokens,
-                        total_rows=total_rows,
-                        total_groups=total_groups,
-                    )
-                    if not len(tokens.row):  # all are left out: nothing to learn, but other ranks compute with this one
-                        tokens.logprobs.sum().backward()
-                        continue
-                    output = algorithm.loss(tokens)
-                    output.loss.backward()
-                    measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
-                    measured["entropy"] = tokens.entropy.sum() / total_tokens  # type: ignore[union-attr]
-                    _add(sums, measured)
-            for _ in range(passes - len(plan)):
-                idle = self._idle_pass()
-                idle.backward(torch.zeros_like(idle))
+            self.expert_load.counts.zero_()
+            of = groups, responses, experts
+            self._passes.learn([partial(_packed, pieces, self.device, *of) for pieces in plan], passes, loss_of)
             own = {"fed_tokens": float(fed), **self.expert_load.metrics(self._total_of_tokens)}
             added = self._add_up({name: value.item() for name, value in sums.items()} | own)
             loss, engine_metrics = added.pop("loss"), {name: added.pop(name) for name in own}
@@ -353,10 +351,10 @@ class TorchTrainEngine:
         self._optimizer.state.clear()
         self._forget_gradients()
 
-    def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _compute(self, packed: PackedBatch) -> Outputs:
         return self._run(self._outputs, packed)
 
-    def _outputs(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _outputs(self, packed: PackedBatch) -> Outputs:
         """float32 [T], [T], [T]: the logprobs of ``packed.targets``; the entropies of the distributions that they are of,
         empty where nothing is trained; and the values of the states before the targets, empty without a value head."""
         hidden = self._hidden(packed)
@@ -367,10 +365,14 @@ class TorchTrainEngine:
 
     def _hidden(self, packed: PackedBatch) -> torch.Tensor:
         """[U, d]: last hidden states at the places that predict a response token."""
+        return self._decode(packed)[0].index_select(0, packed.places)
+
+    def _decode(self, packed: PackedBatch) -> torch.Tensor:
+        """[1, S, d]: last hidden states."""
         decoder: Any = self.model.base_model
         self._feeding.feed(packed)
         out = decoder(input_ids=packed.ids, position_ids=packed.positions, use_cache=False)
-        return out.last_hidden_state[0].index_select(0, packed.places)
+        return out.last_hidden_state  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -383,15 +385,13 @@ def _scores(engine: TorchTrainEngine, batch: TensorDictBase) -> tuple[list[torch
     alone = [plan_micro_batches([group.shape], engine._token_budget) for group in groups]
     plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
     *_, passes = engine._agree(0, 0, 0, len(plan))
-    for piece in plan:
+    packings = [partial(_packed, [piece], engine.device, groups, responses, experts) for piece in plan]
+    for piece, (logprobs, _, values) in zip(plan, engine._passes.score(packings, passes), strict=False):
         numbers = [groups[piece.group].numbers[row] for row in piece.rows]
-        logprobs, _, values = engine._compute(_packed(groups, [piece], responses, engine.device, experts))
         lengths = [len(responses[n]) for n in numbers]
         for found, kept in ((logprobs, rows), (values, of_values)):
             for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
                 kept[n] = part
-    for _ in range(passes - len(plan)):
-        engine._idle_pass()
     return rows, of_values
 
 
@@ -423,10 +423,10 @@ def _export(engine: TorchTrainEngine, path: Path, state: Mapping[str, Any] | Non
 
 
 def _packed(
-    groups: Sequence[_Group],
     pieces: Sequence[Piece],
-    responses: Sequence[torch.Tensor],
     device: torch.device,
+    groups: Sequence[_Group],
+    responses: Sequence[torch.Tensor],
     experts: Sequence[torch.Tensor],
 ) -> PackedBatch:
     """The pieces' response tokens, piece by piece, row by row. ``responses``, ``experts``: of each row; the latter may be
@@ -454,10 +454,12 @@ def take_over(engine: TorchTrainEngine) -> None:
     """Replace the attention of ``engine``'s model, and compare logits of two responses with the plain forward's."""
     probe = torch.arange(PROBE) * 7919 % engine.model.config.get_text_config().vocab_size
     with devices.trimmed_by_layer(engine.model):
-        plain = engine._run(
-            lambda: engine._plain_forward(input_ids=probe[None].to(engine.device), use_cache=False).logits
+        ids = probe[None].to(engine.device)
+        plain = engine._passes.probe(
+            PROBE,
+            lambda: engine.model.base_model(input_ids=ids, use_cache=False).last_hidden_state,
+            lambda: engine._plain_forward(input_ids=ids, use_cache=False).logits,
         )
-    expected = torch.cat([plain[0, 7:-1], plain[0, 7:14]]).float()
     replace_attention(engine.model, ATTENTION, shared_prompt_attention, engine._feeding)
     if engine._kernels == "auto":
         use_fast_layers(engine.model, engine.device)
@@ -468,8 +470,21 @@ def take_over(engine: TorchTrainEngine) -> None:
         hidden, head = engine._hidden(packed)[packed.source], engine.model.get_output_embeddings()
         return scaled_logits(hidden, head.weight, head.bias, engine._divisor, engine._softcap)
 
+    def of_packed() -> Any:
+        return engine._passes.probe(packed.ids.shape[1], lambda: engine._decode(packed), logits)
+
+    wrong = ""
     with devices.trimmed_by_layer(engine.model):
-        check_logits(engine.model, "a packed batch", lambda: engine._run(logits), expected, engine._dtype)
+        if plain is None:
+            of_packed()
+        else:
+            expected = torch.cat([plain[0, 7:-1], plain[0, 7:14]]).float()
+            try:
+                check_logits(engine.model, "a packed batch", of_packed, expected, engine._dtype)
+            except ValueError as error:
+                wrong = str(error)
+    if wrong := engine._passes.told(wrong):
+        raise ValueError(wrong)
 
 
 def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:

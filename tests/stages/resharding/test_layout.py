@@ -188,7 +188,9 @@ def test_tied_embeddings_are_at_both_ends_of_a_pipeline() -> None:
 
 
 def test_layers_are_dealt_out_in_order_and_evenly() -> None:
-    assert [stage_layers(7, 3, stage) for stage in range(3)] == [range(2), range(2, 4), range(4, 7)]
+    assert stage_layers((1.0,) * 6, 3) == (range(2), range(2, 4), range(4, 6))
+    assert stage_layers((1.0,) * 7 + (5.0,), 2) == (range(6), range(6, 8))
+    assert stage_layers((9.0, 1.0, 1.0), 3) == (range(1), range(1, 2), range(2, 3))
 
 
 def test_shards_cut_what_tensor_parallelism_left() -> None:

@@ -55,38 +55,41 @@ class RoutingReplay:
     """Makes the routers of a train engine's ``model`` follow the choices that ``feeding`` has, where it has some."""
 
     def __init__(self, model: nn.Module, feeding: Feeding) -> None:
-        self._feeding, self._routers = feeding, routers_of(model)
+        self._feeding, routers = feeding, routers_of(model)
+        self._chosen = [router.top_k for router in routers]
+        self._follows = False
         self._agreed: list[torch.Tensor] = []  # of the choices followed in training, those that a router makes too
         self._followed = 0
-        for number, router in enumerate(self._routers):
+        for number, router in enumerate(routers):
             router.forward = self._following(number, router, router.forward)
 
     def rows(self, batch: TensorDictBase) -> list[torch.Tensor]:
         """The choices [fed tokens, layers * top-k] of each row of ``batch``; empty where it has none. Raises ``ValueError``
         for choices of another number of tokens or of another model."""
-        if ROUTED not in batch:
+        self._follows = ROUTED in batch
+        if not self._follows:
             return []
         pairs = zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True)
         fed = torch.tensor([len(prompt) + len(response) - 1 for prompt, response in pairs])
-        width = sum(router.top_k for router in self._routers)
+        width = sum(self._chosen)
         return [row.view(-1, width) for row in jagged_rows(batch, ROUTED, fed * width)]
 
     def metrics(self, total: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """``routing_agreement`` since the last call: the share of the choices followed in training that the routers would
         have made too. Empty where none were followed. ``total`` adds a tensor up over all ranks."""
-        if not self._followed:
+        if not self._follows:
             return {}
-        agreed = torch.stack(self._agreed).sum().cpu()
+        agreed = torch.stack([torch.zeros((), dtype=torch.int64), *(each.cpu() for each in self._agreed)]).sum()
         found, followed = total(torch.stack([agreed, torch.tensor(self._followed)])).tolist()
         self._agreed, self._followed = [], 0
-        return {"routing_agreement": found / followed}
+        return {"routing_agreement": found / followed} if followed else {}
 
     def _following(self, number: int, router: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*arguments: Any, **options: Any) -> Any:
             packed, k = self._feeding.packed, router.top_k
             if packed is None or packed.experts is None:
                 return plain(*arguments, **options)
-            before = sum(other.top_k for other in self._routers[:number])
+            before = sum(self._chosen[:number])
             follow = _Following(packed.experts[:, before : before + k].long())
             with follow:
                 output = plain(*arguments, **options)

@@ -37,7 +37,7 @@ def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
     the ranks cannot share evenly."""
     ep = meshes.ranks.ep
     modules = expert_modules(model) if ep * meshes.ranks.tp > 1 else []
-    if ep > 1 and not modules:
+    if ep > 1 and not modules and meshes.ranks.pp == 1:  # a pipeline stage may have other layers alone
         raise ValueError(f"ep: {type(model).__name__} has no experts; use ep = 1")
     for module in modules:
         plain, parameters = module.forward, module._parameters
@@ -112,7 +112,6 @@ class ExpertLoad:
             module.register_forward_pre_hook(partial(self._count, at))
 
     def __enter__(self) -> None:
-        self.counts.zero_()
         self._on = True
 
     def __exit__(self, *error: object) -> None:

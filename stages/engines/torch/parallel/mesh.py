@@ -21,7 +21,7 @@ class Meshes:
     tensor-parallel ranks among them. ``tp``: None for one rank. ``replicas``: one rank of each share of the batch, with
     this rank's part of them. ``ep``: None for one rank. ``experts``: those that divide the experts of one rank of ``ep``,
     in the order of :mod:`stages.resharding.layout`; dimensions as those of ``layers``. ``cp``: those that divide the
-    tokens of this rank's replica; None for one rank.
+    tokens of this rank's replica; None for one rank. ``pipes``: two groups of the same ranks, one of each pipeline stage.
     """
 
     def __init__(self, ranks: Ranks, kind: str, checked: Callable[[dist.ProcessGroup], None]) -> None:
@@ -42,6 +42,8 @@ class Meshes:
             self._mesh(pp=ranks.pp, dp=ranks.dp, inner=inner)["dp"] if ranks.cp * copies > 1 else layers["dp"]
         )
         self.cp = self._mesh(pp=ranks.pp, dp=ranks.dp, cp=ranks.cp, tp=ranks.tp)["cp"] if ranks.cp > 1 else None
+        pipes = [self._mesh(pp=ranks.pp, dp=ranks.of_stage)["pp"] for _ in range(2)] if ranks.pp > 1 else []
+        self.pipes = [mesh.get_group() for mesh in pipes]
 
     def _mesh(self, **sizes: int) -> DeviceMesh:
         """A mesh over all ranks, with dimensions of one rank left out but for ``dp``."""

@@ -16,7 +16,7 @@ from tests.orchestration.recipe.minimal import problems
 # Keys that do not fit a colocated run.
 TURN_FAULTS = [
     (("rollout.engine=vllm",), "rollout.engine", "set rollout.engine = 'torch', or launch.placement = 'separate'"),
-    (("rollout.workers=3",), "rollout.workers", "leave it out: it follows from train.dp and train.tp"),
+    (("rollout.workers=3",), "rollout.workers", "leave it out: it follows from train.dp, train.tp and train.pp"),
     (("train.dp=2", "rollout.workers=3"), "rollout.workers", "is not the 2 ranks that train"),
     (("rollout.device=cpu",), "rollout.device", "set rollout.device = 'auto'"),
     (('external.stages=["rollout"]',), "external.stages", "set launch.placement = 'separate'"),

@@ -1,0 +1,312 @@
+"""Pipeline parallelism: each rank has some of the layers, and hidden states go from rank to rank (1F1B, interleaved 1F1B).
+
+    embeddings ▸ layers ─ hidden states [1, S, H] ─▶ layers ─▶ … ─▶ layers ▸ norm ▸ head ▸ loss
+                        ◀───── their gradients ────
+
+Every rank of a replica knows the tokens S of each micro-batch and the order of all ranks (stages/engines/schedules.py), so
+hidden states are sent as they are, without padding and without their shapes, and received in the order in which they are
+sent. A virtual stage is the model's own decoder with other modules in the places of those that other ranks have.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from stages.engines.schedules import Action, filled, orders
+from stages.engines.strategies import Ranks
+from stages.engines.torch.parallel.mesh import Meshes
+from stages.engines.torch.parallel.passes import Outputs, Packing, Passes, Value, idle_batch
+from stages.resharding.layout import model_state, stage_layers
+
+SHARED_BYTES = 64 * 2**10  # of what the last stage tells the others, as JSON
+
+
+class Absent(nn.Module):
+    """In the place of a module that another rank has. Returns what it is called with, or ``given``."""
+
+    def __init__(self, like: nn.Module | None = None) -> None:
+        super().__init__()
+        self.attention_type = getattr(like, "attention_type", None)  # decoders ask layers for it
+        self.given: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states if self.given is None else self.given
+
+
+class Part:
+    """What a rank has of the model for one virtual stage: modules of the decoder by name, and its ``layers``. ``entry``
+    stands where hidden states of the stage before come in."""
+
+    def __init__(self, modules: dict[str, nn.Module], layers: Sequence[nn.Module], entry: Absent) -> None:
+        self.modules, self.layers, self.entry = modules, layers, entry
+
+
+def planned(model: PreTrainedModel) -> list[str]:
+    """The names of embeddings, layers and norm in the decoder of ``model``, by its plan in transformers. Raises ValueError
+    for a model without one."""
+    names = list(getattr(model.config.get_text_config(), "base_model_pp_plan", None) or ())
+    children = model.base_model.named_children()
+    others = [name for name, child in children if name not in names and any(True for _ in child.parameters())]
+    if len(names) != 3 or others:
+        raise ValueError(f"pp: {type(model).__name__} comes without a plan for pipeline stages; use pp = 1")
+    return names
+
+
+def keep_own(model: PreTrainedModel, ranks: Ranks) -> tuple[list[Part], dict[str, int]]:
+    """Take the modules out of ``model`` that other pipeline stages than that of ``ranks`` have. Returns this rank's parts,
+    and the virtual stage of each parameter and buffer of the whole model (of tied embeddings the first one). Raises
+    ValueError for a model that cannot be cut, or not into as many."""
+    decoder, names, stages = model.base_model, planned(model), ranks.pp * ranks.vpp
+    state = model_state(model.config)
+    if stages > state.layers:
+        raise ValueError(f"pp: {ranks.pp} stages of {ranks.vpp} parts are more than the {state.layers} layers")
+    dealt = stage_layers(state.costs, stages)
+    (embedding, words), (stack, layers), (norm, last_norm) = ((name, decoder.get_submodule(name)) for name in names)
+    of: dict[str, int] = {}
+    for name in chain(*(dict(found).keys() for found in (model.named_parameters(), model.named_buffers()))):
+        _, _, inside = name.partition(f"{model.base_model_prefix}.{stack}.")
+        layer = int(inside.partition(".")[0]) if inside else -1
+        of[name] = next((at for at, some in enumerate(dealt) if layer in some), stages - 1)
+        if name.startswith(f"{model.base_model_prefix}.{embedding}."):
+            of[name] = 0
+    whole: list[Any] = list(layers)  # type: ignore[call-overload]
+    parts = []
+    for stage in range(ranks.stage, stages, ranks.pp):
+        mine = dealt[stage]
+        entry = Absent(whole[mine[0] - 1])
+        placed = [layer if at in mine else Absent(layer) for at, layer in enumerate(whole)]
+        if stage:
+            placed[mine[0] - 1] = entry  # the decoder may change what comes from its embeddings
+        modules = {
+            embedding: words if stage == 0 else entry,
+            stack: nn.ModuleList(placed),
+            norm: last_norm if stage == stages - 1 else Absent(),
+        }
+        parts.append(Part(modules, [whole[at] for at in mine], entry))
+    is_first, is_last = ranks.stage == 0, ranks.stage == ranks.pp - 1
+    own = {id(layer) for part in parts for layer in part.layers}
+    kept = nn.ModuleList([layer if id(layer) in own else Absent(layer) for layer in whole])
+    has_words = is_first or (is_last and bool(state.tied))
+    decoder._modules.update({stack: kept, embedding: words if has_words else Absent()})
+    decoder._modules[norm] = last_norm if is_last else Absent()
+    if not is_last and not (is_first and state.tied):
+        model.set_output_embeddings(Absent())
+    return parts, of
+
+
+class Pipeline(Passes):
+    """Runs the virtual stages of ``engine``, which has ``parts`` of its model. Ranks of a replica make the same calls."""
+
+    def __init__(self, engine: Any, parts: Sequence[Part], meshes: Meshes) -> None:
+        super().__init__(engine)
+        self._parts, self._ranks = parts, meshes.ranks
+        self._decoder = engine.model.base_model
+        self._kept = {name: self._decoder._modules[name] for name in parts[0].modules}
+        self._up, self._down = meshes.pipes  # to ranks after this one, and before: neither waits for the other
+        self.last = self._ranks.pp * self._ranks.vpp - 1
+        engine._run(lambda: None)  # FSDP finds all parts before one of them takes the others' places
+        # What the backward pass needs next: FSDP knows no order of several micro-batches that are under way.
+        for part in parts:
+            units = [unit for layer in part.layers for unit in _units(layer)]
+            for before, unit in pairwise([engine.model, *units]):
+                unit.set_modules_to_backward_prefetch([before])
+
+    def learn(self, batches: Sequence[Packing], passes: int, loss: Callable[..., torch.Tensor]) -> None:
+        engine, ranks, idle = self._engine, self._ranks, idle_batch(self._engine.device)
+        packed = [make() for make in batches]
+        packed += [idle] * (filled(ranks.pp, ranks.vpp, passes) - len(packed))
+        fed = [engine._fed(one) for one in packed]
+
+        def compute(number: int, is_last: bool) -> Any:
+            with self._counted(number < len(batches)):
+                if is_last:
+                    return loss(number, *engine._compute(packed[number]))
+                return engine._run(engine._decode, fed[number])
+
+        self.run([one.ids.shape[1] for one in fed], compute, learn=lambda number: engine._feeding.feed(fed[number]))
+
+    def score(self, batches: Sequence[Packing], passes: int) -> list[Outputs]:
+        """Logprobs, no entropies, and values for ``batches``, on each rank; other replicas have up to ``passes`` of them."""
+        engine, kinds = self._engine, 2 if self._engine._value_head else 1
+        idle = idle_batch(engine.device)
+        packed = [make() for make in batches]
+        fed = [engine._fed(one) for one in [*packed, *[idle] * (passes - len(packed))]]
+        found = [torch.zeros(kinds, len(one.targets), device=engine.device) for one in packed]
+
+        def compute(number: int, is_last: bool) -> Any:
+            if not is_last:
+                return engine._run(engine._decode, fed[number])
+            logprobs, _, values = engine._compute(packed[number] if number < len(packed) else idle)
+            for row, value in zip(found[number] if number < len(packed) else (), (logprobs, values), strict=False):
+                row.copy_(value)
+
+        self.run([one.ids.shape[1] for one in fed], compute)
+        empty = torch.empty(0)
+        told = [self.broadcast(one) for one in found]
+        return [(one[0], empty, one[1] if kinds == 2 else empty) for one in told]
+
+    def probe(
+        self, tokens: int, hidden: Callable[[], torch.Tensor], logits: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """``logits()`` where the last stage is, after ``hidden()``, [1, tokens, H], on those before."""
+        found: list[torch.Tensor] = []
+
+        def compute(number: int, is_last: bool) -> torch.Tensor:
+            out: torch.Tensor = self._engine._run(logits if is_last else hidden)
+            found.extend([out] if is_last else [])
+            return out
+
+        self.run([tokens], compute)
+        return found[0] if found else None
+
+    def run(
+        self,
+        tokens: Sequence[int],
+        compute: Callable[[int, bool], Any],
+        *,
+        learn: Callable[[int], None] | None = None,
+    ) -> None:
+        """Run micro-batches of so many ``tokens``. ``compute(number, is_last)`` returns the hidden states [1, S, H] of one,
+        or after the last stage its loss. ``learn``: is called before each backward pass; None: there is none."""
+        ranks, engine = self._ranks, self._engine
+        ordered = orders(ranks.pp, ranks.vpp, len(tokens), backward=learn is not None)
+        mail = _Mail(ordered, tokens, self, engine)
+        under_way: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        for action in ordered[ranks.stage]:
+            _, stage, number = action
+            part = self._parts[stage // ranks.pp]
+            if action.kind == "F":
+                given = mail.receive(action.needs) if stage else None
+                if given is not None and learn is not None:
+                    given.requires_grad_()
+                with self._as(part, given):
+                    out = compute(number, stage == self.last)
+                if stage < self.last:
+                    mail.send(action, out.detach())
+                if learn is not None:
+                    under_way[stage, number] = given, out
+            elif learn is not None:
+                given, out = under_way.pop((stage, number))
+                gradient = mail.receive(action.needs) if stage < self.last else None
+                learn(number)
+                engine.model.set_modules_to_backward_prefetch([_units(part.layers[-1])[-1]])
+                torch.autograd.backward(out, gradient)
+                if given is not None and given.grad is not None:
+                    mail.send(action, given.grad)
+        mail.close()
+
+    @contextmanager
+    def _as(self, part: Part, given: torch.Tensor | None) -> Iterator[None]:
+        self._decoder._modules.update(part.modules)
+        part.entry.given = given
+        try:
+            yield
+        finally:
+            self._decoder._modules.update(self._kept)
+            part.entry.given = None
+
+    def has(self, stage: int) -> bool:
+        """Whether virtual stage ``stage`` is on this rank."""
+        return stage % self._ranks.pp == self._ranks.stage
+
+    def rank_of(self, stage: int) -> int:
+        """The rank with which this one exchanges what stage ``stage`` sends or receives."""
+        return stage % self._ranks.pp * self._ranks.of_stage + self._ranks.rank % self._ranks.of_stage
+
+    def group(self, source: int, target: int) -> dist.ProcessGroup:
+        return self._up if source < target else self._down
+
+    def broadcast(self, value: torch.Tensor, stage: int | None = None) -> torch.Tensor:
+        """``value`` as stage ``stage`` (default: the last) has it; it is overwritten on the others."""
+        source = self.rank_of(self.last if stage is None else stage)
+        dist.broadcast(value, source, group=self._up)
+        return value
+
+    def told(self, value: Value) -> Value:
+        """``value``, which JSON can write, as the last stage has it."""
+        text = json.dumps(value).encode().ljust(SHARED_BYTES)
+        buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._engine.device)
+        found: Value = json.loads(bytes(self.broadcast(buffer).cpu().numpy()))
+        return found
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` added up over the stages."""
+        summed = values.to(self._engine.device, copy=True)
+        dist.all_reduce(summed, group=self._up)
+        return summed.cpu()
+
+    def join_tied(self, gradient: torch.Tensor) -> None:
+        """Add to the ``gradient`` of embeddings that are the output head too what the other end of the pipeline has."""
+        if 0 < self._ranks.stage < self._ranks.pp - 1:
+            return
+        me, other = self._ranks.rank, self.rank_of(self.last if self._ranks.stage == 0 else 0)
+        given = torch.empty_like(gradient)
+        sending: Any = dist.isend(gradient.clone(), other, group=self.group(me, other))
+        dist.recv(given, other, group=self.group(other, me))
+        gradient += given
+        sending.wait()
+
+
+class _Mail:
+    """What this rank sends and receives while a pipeline runs. From each other rank it receives what comes next in that
+    rank's order; one of them is always asked for ahead."""
+
+    def __init__(self, ordered: list[list[Action]], tokens: Sequence[int], pipeline: Pipeline, engine: Any) -> None:
+        self._tokens, self._pipeline, self._engine = tokens, pipeline, engine
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._held: dict[Action, torch.Tensor] = {}
+        self._me, self._coming = engine.ranks.rank, dict[int, deque[Action]]()
+        for stage, order in enumerate(ordered):
+            rank = pipeline.rank_of(stage)
+            self._coming[rank] = deque(a for a in order if self._to(a) == self._me and rank != self._me)
+        self._asked: dict[int, tuple[Action, Any, torch.Tensor]] = {}
+        for rank in self._coming:
+            self._ask(rank)
+
+    def _to(self, action: Action) -> int:
+        """The rank that needs the result of ``action``; -1: none."""
+        stage = action.stage + 1 if action.kind == "F" else action.stage - 1
+        return self._pipeline.rank_of(stage) if 0 <= stage <= self._pipeline.last else -1
+
+    def _ask(self, rank: int) -> None:
+        if self._coming[rank]:
+            action, engine = self._coming[rank].popleft(), self._engine
+            shape = 1, self._tokens[action.number], engine.model.config.get_text_config().hidden_size
+            buffer = torch.empty(shape, dtype=engine._dtype, device=engine.device)
+            asked = dist.irecv(buffer, rank, group=self._pipeline.group(rank, self._me))
+            self._asked[rank] = action, asked, buffer
+
+    def send(self, action: Action, hidden: torch.Tensor) -> None:
+        to, hidden = self._to(action), hidden.to(self._engine._dtype).contiguous()
+        if self._engine.device.type != "cpu":  # gloo's sends say that they are complete only to those who wait
+            self._sent = [one for one in self._sent if not one[0].is_completed()]
+        self._sent.append((dist.isend(hidden, to, group=self._pipeline.group(self._me, to)), hidden))
+
+    def receive(self, action: Action) -> torch.Tensor:
+        rank = self._pipeline.rank_of(action.stage)
+        while action not in self._held:
+            found, asked, buffer = self._asked.pop(rank)
+            asked.wait()
+            self._held[found] = buffer
+            self._ask(rank)
+        return self._held.pop(action)
+
+    def close(self) -> None:
+        for sending, _ in self._sent:
+            sending.wait()
+
+
+def _units(layer: Any) -> list[Any]:
+    """The modules of ``layer`` that FSDP gathers, in the order in which their forward passes end."""
+    inside = [each for each in layer.modules() if each is not layer and hasattr(each, "set_requires_gradient_sync")]
+    return [*inside, layer]
