@@ -1,6 +1,6 @@
 """The best product of parallel strategies for a model, by the formulas of the planner: memory of a rank, and bytes it sends.
 
-    every product over the ranks that `asyncdock check` would allow, with and without activation checkpointing
+    every product over the ranks, without pipeline stages, with and without activation checkpointing
       ─▶ what its ranks take (orchestration/recipe/checks/memory_parts.py); products that do not fit are left out
       ─▶ seconds of a step: compute, with the pipeline's bubble, and bytes (stages/engines/costs.py) over their link
       ─▶ the shortest
@@ -33,7 +33,7 @@ from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, ITEM
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.schema import Recipe
 from stages.engines.costs import Step, sent
-from stages.engines.strategies import STRATEGIES, Ranks
+from stages.engines.strategies import Ranks
 from stages.resharding.layout import ModelState, model_state
 
 MOCK = {"rollout.engine": "mock", "train.engine": "mock", "algorithm.options": {}}
@@ -117,10 +117,9 @@ class Model:
 
 def products(model: Model, world: int, node: int, rows: int) -> Iterator[dict[str, Any]]:
     """Recipe keys of every product over ``world`` ranks that divides. Tensor-parallel ranks are on one node."""
-    known = [name for name in STRATEGIES if name in type(recipe_of("mock", MOCK).train).model_fields]
     powers = [2**power for power in range(world.bit_length())]
     experts = experts_of(model.config.to_dict())[0]
-    for tp, cp, pp in itertools.product(powers, powers, powers if "pp" in known else [1]):
+    for tp, cp, pp in itertools.product(powers, powers, [1]):  # bytes of stages have no formula yet
         if world % (tp * cp * pp) or tp > node or model.sizes.kv_heads % tp or (model.sizes.heads // tp) % cp:
             continue
         dp = world // (tp * cp * pp)
