@@ -35,7 +35,9 @@ class Step:
 
 def sent(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel = "ulysses") -> dict[str, float]:
     """Bytes that a rank sends in ``step``, by strategy, with tokens that are spread evenly over experts; strategies of one
-    rank are left out."""
+    rank are left out. Raises ValueError for pipeline stages."""
+    if ranks.pp > 1:
+        raise ValueError(f"pp: {ranks.pp} stages send hidden states too, of which there is no formula here; use pp = 1")
     passes, tokens, kinds = len(step.tokens), sum(step.tokens) / ranks.cp, _kinds(model)
     numbers = dict.fromkeys(kinds.values(), 0)  # of a shard
     for tensor in placement(model, ranks).ranks[0]:
