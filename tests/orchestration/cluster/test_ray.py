@@ -16,6 +16,7 @@ import torch
 from benchmarks.overlap import SMOKE, asynchronous, ray_table
 from benchmarks.ray_cluster import on_ray, raylets
 from benchmarks.synchronous import synchronous_run
+from orchestration.elastic.scale import request_scale
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import train_engine
 from orchestration.run.run import Run
@@ -89,7 +90,7 @@ async def test_at_staleness_0_a_run_on_three_nodes_learns_what_the_plain_loop_le
         assert torch.equal(value, weights[name]), name
 
 
-async def test_a_killed_host_gets_its_room_again_also_through_rays_client(
+async def test_a_killed_host_gets_its_room_again_and_rollouts_leave_and_join_also_through_rays_client(
     cluster: Any, client_port: int, tmp_path: Path
 ) -> None:
     keys = {"rollout__threads": 4, "train__steps": 30_000}  # no two rollouts have room on one node
@@ -108,6 +109,14 @@ async def test_a_killed_host_gets_its_room_again_also_through_rays_client(
         made = len(watched.of("step"))
         await watched.until(lambda: len(watched.of("step")) > made + 3, 280)
         assert set(hosts_of(watched, "died")) == {host}
+
+        def last(worker: str) -> str:
+            return [e["change"] for e in watched.of("worker") if e["worker"] == worker][-1]
+
+        assert watched.run.supervisor is not None
+        for rollouts, change in ((2, "left"), (3, "ready")):
+            await request_scale(watched.run.supervisor.index, rollouts)
+            await watched.until(lambda: last("rollout-2") == change, 280)  # noqa: B023
         watched.stop.set()
         result = await work
     assert result.state == "stopped", result.reason
