@@ -1,6 +1,6 @@
 """The best product of parallel strategies for a model, by the formulas of the planner: memory of a rank, and bytes it sends.
 
-    every product over the ranks, without pipeline stages, with and without activation checkpointing
+    every product over the ranks that `asyncdock check` would allow, with and without activation checkpointing
       ─▶ what its ranks take (orchestration/recipe/checks/memory_parts.py); products that do not fit are left out
       ─▶ seconds of a step: compute, with the pipeline's bubble, and bytes (stages/engines/costs.py) over their link
       ─▶ the shortest
@@ -119,7 +119,7 @@ def products(model: Model, world: int, node: int, rows: int) -> Iterator[dict[st
     """Recipe keys of every product over ``world`` ranks that divides. Tensor-parallel ranks are on one node."""
     powers = [2**power for power in range(world.bit_length())]
     experts = experts_of(model.config.to_dict())[0]
-    for tp, cp, pp in itertools.product(powers, powers, [1]):  # bytes of stages have no formula yet
+    for tp, cp, pp in itertools.product(powers, powers, powers):
         if world % (tp * cp * pp) or tp > node or model.sizes.kv_heads % tp or (model.sizes.heads // tp) % cp:
             continue
         dp = world // (tp * cp * pp)
@@ -150,27 +150,31 @@ def judged(
     compute = again * tokens * (6 * model.active + attention) / ranks.world / machine.flops
     passes = -(-rows * length // (train.token_budget * ranks.cp) // ranks.dp)
     bubble = (ranks.pp - 1) / (passes * ranks.vpp)
-    routed = getattr(model.config, "num_experts_per_tok", 0)
-    fed = (train.token_budget * ranks.cp,) * passes
-    step = Step(fed, sizes.width, chosen=routed, head=sizes.head, item=ITEM_BYTES["bfloat16"])
-    few = ranks.pp * ranks.vpp  # bytes are linear in layers
-    one, two = (sent(model.state(n), ranks, step) for n in (few, 2 * few))
-    nbytes = {name: one.get(name, 0) + (two[name] - one.get(name, 0)) * (sizes.layers / few - 1) for name in two}
-    spans = {"tp": ranks.tp, "cp": ranks.tp * ranks.cp, "ep": ranks.ep}
-    waits = {name: machine.seconds(size, spans.get(name, ranks.world)) for name, size in nbytes.items()}
-    beside = waits.pop("dp", 0.0) + waits.pop("dp_replicate", 0.0)
-    busy = compute * (1 + bubble)
     return {
         "product": {k: v for k, v in chosen.items() if v > 1},
         "activation_checkpointing": train.activation_checkpointing,
         "token_budget": train.token_budget,
+        "passes": passes,
         "memory": memory,
         "compute": compute,
         "bubble": bubble * compute,
-        "beside": beside,
-        "waits": waits,
-        "seconds": max(busy, beside) + sum(waits.values()),
     }
+
+
+def with_waits(model: Model, machine: Machine, found: dict[str, Any]) -> dict[str, Any]:
+    """``found`` by :func:`judged`, with the seconds of what ranks send, and of the step."""
+    ranks, sizes = Ranks(0, **found["product"]), model.sizes
+    fed = (found["token_budget"] * ranks.cp,) * found["passes"]
+    routed = getattr(model.config, "num_experts_per_tok", 0)
+    step = Step(fed, sizes.width, chosen=routed, head=sizes.head, item=ITEM_BYTES["bfloat16"])
+    few = ranks.pp * ranks.vpp  # bytes are linear in layers
+    one, two = (sent(model.state(n), ranks, step) for n in (few, 2 * few))
+    nbytes = {name: one.get(name, 0) + (two[name] - one.get(name, 0)) * (sizes.layers / few - 1) for name in two}
+    spans = {"tp": ranks.tp, "cp": ranks.tp * ranks.cp, "ep": ranks.ep, "pp": ranks.world}
+    waits = {name: machine.seconds(size, spans.get(name, ranks.of_stage)) for name, size in nbytes.items()}
+    beside = waits.pop("dp", 0.0) + waits.pop("dp_replicate", 0.0)
+    seconds = max(found["compute"] + found["bubble"], beside) + sum(waits.values())
+    return {**found, "beside": beside, "waits": waits, "seconds": seconds}
 
 
 def with_keys(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
@@ -183,7 +187,7 @@ def with_keys(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
 
 
 def best(model: Model, machine: Machine, world: int, rows: int, length: int) -> list[dict[str, Any]]:
-    """All products that fit, the shortest step first. Micro-batches hold one, two or four rows."""
+    """Products that fit, the shortest step first; of the longer ones not all. Micro-batches hold one, two or four rows."""
     base, found = recipe_of("mock", MOCK), []
     for chosen in products(model, world, machine.node, rows):
         for again, at_once in itertools.product((False, True), (1, 2, 4)):
@@ -198,7 +202,13 @@ def best(model: Model, machine: Machine, world: int, rows: int, length: int) -> 
                 "train.token_budget": at_once * length // chosen["cp"],
             }
             found.append(judged(model, machine, with_keys(base, changes), chosen, rows, length))
-    return sorted((each for each in found if each is not None), key=lambda each: float(each["seconds"]))
+    fitting = [each for each in found if each is not None]
+    timed: list[dict[str, Any]] = []
+    for each in sorted(fitting, key=lambda each: float(each["compute"] + each["bubble"])):
+        if len(timed) > 2 and each["compute"] + each["bubble"] > sorted(one["seconds"] for one in timed)[2]:
+            break  # three are shorter with all that they send
+        timed.append(with_waits(model, machine, each))
+    return sorted(timed, key=lambda each: float(each["seconds"]))
 
 
 def main(argv: list[str]) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
+from stages.engines.schedules import filled
 from stages.engines.strategies import ContextParallel, Ranks
 from stages.engines.torch.sharded import placement
 from stages.resharding.layout import Layout, ModelState
@@ -35,15 +36,15 @@ class Step:
 
 def sent(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel = "ulysses") -> dict[str, float]:
     """Bytes that a rank sends in ``step``, by strategy, with tokens that are spread evenly over experts; strategies of one
-    rank are left out. Raises ValueError for pipeline stages."""
-    if ranks.pp > 1:
-        raise ValueError(f"pp: {ranks.pp} stages send hidden states too, of which there is no formula here; use pp = 1")
-    passes, tokens, kinds = len(step.tokens), sum(step.tokens) / ranks.cp, _kinds(model)
-    numbers = dict.fromkeys(kinds.values(), 0)  # of a shard
-    for tensor in placement(model, ranks).ranks[0]:
+    rank are left out. Of tied embeddings the sum over pipeline stages is left out, too."""
+    passes, tokens, kinds = filled(ranks.pp, ranks.vpp, len(step.tokens)), sum(step.tokens) / ranks.cp, _kinds(model)
+    layer_of = {tensor.name: model.by_name[tensor.parts[0]].layer for tensor in model.tensors}
+    numbers, of_kind = dict.fromkeys(kinds.values(), 0), dict[str, set[int | None]]()  # of a shard; and layers
+    for tensor in placement(model, ranks).ranks[ranks.rank]:
         numbers[kinds[tensor.name]] += tensor.nbytes // tensor.dtype.itemsize
+        of_kind.setdefault(kinds[tensor.name], set()).add(layer_of[tensor.name])
     layers, outside, experts = (numbers.get(kind, 0) for kind in ("layers", "outside", "experts"))
-    routed = {model.by_name[t.parts[0]].layer for t in model.tensors if kinds[t.name] == "experts"}
+    here, routed = (len(of_kind.get(kind, ())) for kind in ("layers", "experts"))
     shards = ranks.dp // ranks.dp_replicate * ranks.cp
     of_expert = Layout(ranks.dp_replicate, shards, ranks.tp, ranks.ep, etp=1).expert_shard
     same = ranks.of_stage // (ranks.ep * of_expert)
@@ -51,13 +52,14 @@ def sent(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel = 
     slices = 2 * (ranks.tp - 1) / ranks.tp * (moved + tokens * step.chosen * step.item / 2)
     found = {
         "dp": passes * ((shards - 1) * layers + (of_expert - 1) * experts) * (2 * step.item + step.reduced)
-        + passes * (shards * ranks.tp - 1) * outside * (step.item + step.reduced),
+        + passes * (shards * ranks.tp - 1) * outside * (ranks.vpp * step.item + step.reduced),
         "dp_replicate": passes
         * step.reduced
         * (_all_reduce(ranks.dp_replicate, layers + outside) + _all_reduce(same, experts)),
-        "tp": (4 * model.layers - 2 * len(routed)) * _all_reduce(ranks.tp, moved) + len(routed) * slices,
-        "ep": len(routed) * 4 * (ranks.ep - 1) / ranks.ep * moved * step.chosen / ranks.tp,
-        "cp": model.layers * _attention(model, ranks, step, method) if ranks.cp > 1 else 0.0,
+        "tp": (4 * here - 2 * routed) * _all_reduce(ranks.tp, moved) + routed * slices,
+        "ep": routed * 4 * (ranks.ep - 1) / ranks.ep * moved * step.chosen / ranks.tp,
+        "cp": here * _attention(model, ranks, step, method) if ranks.cp > 1 else 0.0,
+        "pp": (2 * ranks.vpp - (ranks.stage == 0) - (ranks.stage == ranks.pp - 1)) * moved if ranks.pp > 1 else 0.0,
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
