@@ -111,7 +111,7 @@ def of_experts(ranks: Ranks, folder: str) -> dict[str, Any]:
         gradients, metrics = gradients_of_step(engine, share(ranks), algorithm())
         found[name] = {key: value.numpy() for key, value in gradients.items()}
         found[f"{name} weights"] = {key: value.numpy() for key, value in weights_of(engine).items()}
-        counts = engine._total(engine.expert_load.counts)
+        counts = engine._total_of_tokens(engine.expert_load.counts)
         found[f"{name} load"] = (metrics["fed_tokens"], counts.tolist(), metrics["max_expert_load"])
     return found
 
