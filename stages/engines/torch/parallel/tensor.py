@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from stages.adapters.training import is_adapted
 from stages.engines.torch.attention_interface import PROBE
 from stages.engines.torch.packing import Feeding
+from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.experts import expert_modules
 
 # transformers' names of what happens to a module's weights over the tensor-parallel ranks.
@@ -80,8 +81,8 @@ def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh, feeding: Feeding) -> 
                 block.register_forward_hook(_on_output(tokens.own))
         inside = {module for block in blocks for module in block.modules()} | {stack, *expert_modules(stack)}
         partial_ones += [module for module in stack.modules() if module not in inside]
-        stack[0].register_forward_pre_hook(_on_input(tokens.own), with_kwargs=True)
-        stack[-1].register_forward_hook(_on_output(tokens.whole_alike))
+        stack[0].register_forward_pre_hook(_on_input(tokens.of_words), with_kwargs=True)
+        stack[-1].register_forward_hook(_on_output(lambda own: tokens.whole_alike(own).clone()))  # FSDP warns of views
     for module, style in styles.items():
         parts: list[Any] = [module]
         if is_adapted(module):  # the matrix with the side that is cut; the other one is on every rank
@@ -144,6 +145,15 @@ class _Tokens:
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         alike = DTensor.from_local(whole, self._mesh, [Replicate()], run_check=False)
         return alike.redistribute(placements=[Shard(whole.ndim - 2)]).to_local()
+
+    def of_words(self, whole: torch.Tensor) -> torch.Tensor:
+        """:meth:`own` of [1, S, H] from embeddings. Nothing is sent for their gradient: a rank has that of its tokens, times
+        the ranks, since FSDP takes the mean over tensor-parallel ranks of what lies outside of layers."""
+        group = self._mesh.get_group()
+        own = own_slice(whole[0], group)[None].clone()
+        if own.requires_grad:
+            own.register_hook(lambda gradient: gradient * group.size())
+        return own
 
 
 def _on_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
