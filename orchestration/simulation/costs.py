@@ -1,0 +1,135 @@
+"""Costs that a simulated run is made of, each with where it comes from.
+
+a mock recipe ──▶ the options of its latency model ─┐
+a run's events ──▶ rates, lengths and times measured ┴─▶ Costs ──▶ simulator
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import numpy as np
+
+from orchestration.recipe.planner import prompt_limits
+from orchestration.recipe.schema import Recipe
+from orchestration.run.engines import tokenizer_of
+from stages.algorithms import build_algorithm
+from stages.engines.mock.engines import drawn_tokens
+from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
+from stages.prompts.sources import load_prompts
+from stages.rollout.stage import group_seed
+
+BETWEEN_STEPS = 0.05  # seconds, on a machine with two cores: docs/measurements/overlap.md
+BETWEEN_STEPS_SOURCE = "measured with the mock engines on two cores"
+PROMPTS = 64  # whose mean length counts
+
+LengthsOf = Callable[[int], Sequence[int]]
+"""Group number -> tokens of each of its responses."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds and rates (tokens/s) of one worker of each stage.
+
+    A replica decodes ``row_rate`` tokens/s for each response while at most ``saturation_rows`` decode; more of them share
+    what these had. An optimizer step takes ``step_seconds`` and ``token_seconds`` for each token: responses, and the prompt
+    of each group once. ``between_steps``: claim, commit and publishing, in which nothing is trained. ``swap_seconds`` of a
+    swap nothing decodes, ``copy_seconds`` are beside decoding. ``sources``: for each field, where its value comes from."""
+
+    row_rate: float
+    step_seconds: float
+    token_seconds: float
+    saturation_rows: float = 64.0
+    prefill_rate: float = 5000.0
+    prompt_tokens: float = 0.0
+    swap_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    reference_token_seconds: float = 0.0
+    reward_seconds: float = 0.0
+    between_steps: float = 0.0
+    restart_seconds: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+class DrawnLengths:
+    """Lengths of responses, ``longest`` tokens at most; the same for the same seed. Drawn with replacement from the groups
+    ``measured`` (responses of a group have similar lengths), or log-normal. A share ``stragglers`` is ``times`` as long."""
+
+    CHUNK = 4096  # groups that are drawn at once
+
+    def __init__(
+        self,
+        group_size: int,
+        longest: int,
+        *,
+        measured: Sequence[Sequence[int]] = (),
+        median: float = 1.0,
+        sigma: float = 0.0,
+        seed: int = 0,
+        stragglers: float = 0.0,
+        times: float = 1.0,
+    ) -> None:
+        self.group_size, self.longest, self.seed = group_size, longest, seed
+        self._median, self._sigma = median, sigma
+        self._measured = np.array([np.resize(group, group_size) for group in measured])
+        self._stragglers, self._times = stragglers, times
+        self._chunks: dict[int, list[list[int]]] = {}
+
+    def __call__(self, group: int) -> Sequence[int]:
+        chunk, at = divmod(group, self.CHUNK)
+        if chunk not in self._chunks:
+            self._chunks[chunk] = self._draw(chunk)
+        return self._chunks[chunk][at]
+
+    def _draw(self, chunk: int) -> list[list[int]]:
+        random, shape = np.random.default_rng([self.seed, chunk]), (self.CHUNK, self.group_size)
+        if len(self._measured):
+            drawn = self._measured[random.integers(len(self._measured), size=self.CHUNK)].astype(float)
+        else:
+            drawn = self._median * random.lognormal(0.0, self._sigma, shape)
+        if self._stragglers:
+            drawn = np.where(random.random(shape) < self._stragglers, drawn * self._times, drawn)
+        found: list[list[int]] = np.clip(drawn.round(), 1, self.longest).astype(int).tolist()
+        return found
+
+
+def mock_costs(recipe: Recipe, between_steps: float = BETWEEN_STEPS) -> Costs:
+    """Of a recipe with mock engines: their options, in real seconds."""
+    rollout = MockRolloutOptions(**{"max_rows": recipe.rollout.max_rows, **recipe.rollout.mock})
+    train = MockTrainOptions(**recipe.train.mock)
+    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    scale, learned = rollout.time_scale, train.time_scale * algorithm.epochs
+    known = {name: "the mock engines' options" for name in Costs.__dataclass_fields__}
+    return Costs(
+        row_rate=rollout.row_rate / scale,
+        saturation_rows=rollout.saturation_rows,
+        prefill_rate=rollout.prefill_rate / scale,
+        swap_seconds=rollout.swap_seconds * scale,
+        copy_seconds=rollout.copy_seconds * scale,
+        step_seconds=train.step_seconds * algorithm.mini_batches * learned,
+        token_seconds=train.token_seconds * learned,
+        reference_token_seconds=train.logprob_token_seconds * train.time_scale,
+        prompt_tokens=prompt_tokens_of(recipe),
+        between_steps=between_steps,
+        sources={**known, "between_steps": BETWEEN_STEPS_SOURCE, "prompt_tokens": "the recipe's prompts"},
+    )
+
+
+def prompt_tokens_of(recipe: Recipe) -> float:
+    """Mean length of the recipe's first prompts, in tokens."""
+    prompts = load_prompts(recipe.prompts, tokenizer_of(recipe), recipe.seed, limits=prompt_limits(recipe)).train
+    return fmean(len(prompts.prompt(number).ids) for number in range(PROMPTS))
+
+
+def mock_lengths(recipe: Recipe) -> LengthsOf:
+    """The very lengths that the mock engines of a run of ``recipe`` draw."""
+    options = MockRolloutOptions(**{"max_rows": recipe.rollout.max_rows, **recipe.rollout.mock})
+    limit, places = recipe.rollout.max_tokens, range(recipe.algorithm.group_size)
+
+    def lengths(group: int) -> Sequence[int]:
+        seed = group_seed(recipe.seed, group)
+        return [min(limit, drawn_tokens(options, seed, place)) for place in places]
+
+    return lengths
