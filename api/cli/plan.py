@@ -6,6 +6,8 @@ RECIPE ─┬─ costs: a run's folder, or the mock engines' options ─▶ simu
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
     from orchestration.simulation.costs import Costs, LengthsOf
     from orchestration.simulation.forecast import Forecast
-    from orchestration.simulation.search import Choice
+    from orchestration.simulation.search import Choice, CostsOf
 
 PROFILE_STEPS = 8
 MOST_CHOICES = 12  # that are printed
 PLOT_WIDTH = 60
+SIGMA = 0.5  # of the logarithm of a length, where none is measured
+TENSOR_PARALLEL = (1, 2, 4, 8)
 
 DevicesOption = Annotated[
     int, typer.Option("--devices", metavar="N", min=0, help="Devices to split, with --search. Default: the recipe's.")
@@ -43,6 +47,16 @@ def plan_run(
         Path | None, typer.Option("--costs", metavar="RUN_DIR", help="A run whose measured costs count.")
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Optimizer steps. Default: the recipe's.")] = 0,
+    hardware: Annotated[
+        str,
+        typer.Option(
+            "--hardware", metavar="NUMBERS", help="Of a device, as flops=400e12,bandwidth=3e12, to derive costs."
+        ),
+    ] = "",
+    response_tokens: Annotated[
+        float,
+        typer.Option("--response-tokens", min=0, help="Mean length with --hardware. Default: half of the longest."),
+    ] = 0,
     price: Annotated[float, typer.Option("--price", min=0, help="Of a device, an hour: adds what the run costs.")] = 0,
     search: Annotated[
         bool, typer.Option("--search", help="Rank the splits of the devices, and the staleness.")
@@ -64,15 +78,21 @@ def plan_run(
     if (write or devices or device_memory) and not search:
         refuse("--write, --devices and --device-memory: are for --search; add it")
     loaded = load(find(recipe), set_, files=False)
-    of, lengths = _costs(loaded, costs)
+    costs_of, lengths = _costs(loaded, costs, hardware, response_tokens)
     from orchestration.simulation.forecast import forecast, setup_of
     from orchestration.simulation.search import devices_of
 
-    setup = setup_of(loaded, steps=steps)
-    found, have = forecast(setup, of, lengths), devices_of(loaded)
-    better = forecast(replace(setup, replicas=setup.replicas + 1), of, lengths)
+    have = devices_of(loaded)
     if search:
-        return _search(loaded, of, lengths, devices or have, device_memory, write, as_json=as_json)
+        tensor_parallel = TENSOR_PARALLEL if hardware else ()
+        return _search(
+            loaded, costs_of, lengths, devices or have, tensor_parallel, device_memory, write, as_json=as_json
+        )
+    setup, of = setup_of(loaded, steps=steps), costs_of(loaded)
+    found = forecast(setup, of, lengths)
+    better = forecast(replace(setup, replicas=setup.replicas + 1), of, lengths)
+    later = replace(setup.plan, bound=setup.plan.bound + 1)
+    staler = forecast(replace(setup, plan=later), of, lengths)
     if as_json:
         return print_json(
             {
@@ -80,11 +100,12 @@ def plan_run(
                 "busiest": found.busiest,
                 "devices": have,
                 "one_more_replica": asdict(better),
+                "one_more_version": asdict(staler),
                 "price": price * have * found.seconds / 3600,
                 "costs": asdict(of),
             }
         )
-    safe_console().print(_forecast_view(loaded, found, better, of, have, price))
+    safe_console().print(_forecast_view(loaded, found, better, staler, of, have, price))
 
 
 def plan_profile(
@@ -103,29 +124,45 @@ def plan_profile(
         raise typer.Exit(create_and_show(lambda: Run.create(loaded, here / out), forks, json=False, plain=plain))
 
 
-def _costs(recipe: Recipe, folder: Path | None) -> tuple[Costs, LengthsOf]:
+def _costs(recipe: Recipe, folder: Path | None, hardware: str, response_tokens: float) -> tuple[CostsOf, LengthsOf]:
+    from orchestration.simulation.costs import DrawnLengths, mock_costs, mock_lengths
+    from orchestration.simulation.search import scaled
+
     if folder is not None:
         from orchestration.simulation.recorded import NotMeasured, recorded_costs
 
         try:
-            return recorded_costs(folder)
+            costs, lengths = recorded_costs(folder)
         except NotMeasured as lacking:
             refuse(f"--costs: {lacking}")
-    if {recipe.rollout.engine, recipe.train.engine} == {"mock"}:
-        from orchestration.simulation.costs import mock_costs, mock_lengths
+        return scaled(costs, recipe.train.ranks), lengths
+    if hardware:
+        from orchestration.simulation.analytic import Hardware, analytic_costs
 
-        return mock_costs(recipe), mock_lengths(recipe)
+        longest, size = recipe.rollout.max_tokens, recipe.algorithm.group_size
+        mean = response_tokens or longest / 2
+        try:
+            of = Hardware.of(hardware)
+            analytic_costs(recipe, of, mean)
+        except ValueError as error:
+            refuse(f"--hardware: {error}")
+        median = mean / math.exp(SIGMA**2 / 2)
+        lengths = DrawnLengths(size, longest, median=median, sigma=SIGMA, seed=recipe.seed)
+        return lambda changed: analytic_costs(changed, of, mean), lengths
+    if {recipe.rollout.engine, recipe.train.engine} == {"mock"}:
+        return scaled(mock_costs(recipe), recipe.train.ranks), mock_lengths(recipe)
     refuse(
         "--costs: what the engines of this recipe cost is not known; give the folder of a run of the same model on such "
-        "devices, or make one with `asyncdock plan profile RECIPE --out DIR`"
+        "devices, or make one with `asyncdock plan profile RECIPE --out DIR`, or give numbers with --hardware"
     )
 
 
 def _search(
     recipe: Recipe,
-    costs: Costs,
+    costs: CostsOf,
     lengths: LengthsOf,
     devices: int,
+    tensor_parallel: Sequence[int],
     device_memory: str,
     write: Path | None,
     *,
@@ -140,7 +177,7 @@ def _search(
     except ValueError as error:
         refuse(f"--device-memory: {error}")
     try:
-        choices = search(recipe, costs, lengths, devices=devices, device_memory=memory)
+        choices = search(recipe, costs, lengths, devices=devices, tensor_parallel=tensor_parallel, device_memory=memory)
     except ValueError as error:
         refuse(error)
     if not choices or choices[0].forecast is None:
@@ -153,15 +190,13 @@ def _search(
 
 
 def _forecast_view(
-    recipe: Recipe, found: Forecast, better: Forecast, costs: Costs, devices: int, price: float
+    recipe: Recipe, found: Forecast, better: Forecast, staler: Forecast, costs: Costs, devices: int, price: float
 ) -> RenderableType:
-    gain = better.tokens_per_second / found.tokens_per_second - 1
+    more, later = (one.tokens_per_second / found.tokens_per_second - 1 for one in (better, staler))
     if found.busiest == "training":
         why = "training: the trainer is busy for the largest share of the time"
     else:
         why = "generation: the rollout workers are busy for the largest share of the time"
-    if max(found.generation, found.training) < 0.95 and recipe.pipeline.staleness < 8:
-        why += "; neither is always, as each waits for the other: a larger pipeline.staleness overlaps more"
     rows = [
         (
             "throughput",
@@ -182,7 +217,7 @@ def _forecast_view(
             duration(found.seconds)
             + (f", {price * devices * found.seconds / 3600:,.2f} for {devices} devices" if price else ""),
         ),
-        ("one more rollout worker", f"{gain:+.1%} tokens/s"),
+        ("one more", f"rollout worker {more:+.1%} tokens/s, version of pipeline.staleness {later:+.1%}"),
     ]
     shown = table("", "")
     for name, text in rows:

@@ -34,14 +34,16 @@ class Costs:
     """Seconds and rates (tokens/s) of one worker of each stage.
 
     A replica decodes ``row_rate`` tokens/s for each response while at most ``saturation_rows`` decode; more of them share
-    what these had. An optimizer step takes ``step_seconds`` and ``token_seconds`` for each token: responses, and the prompt
-    of each group once. ``between_steps``: claim, commit and publishing, in which nothing is trained. ``swap_seconds`` of a
-    swap nothing decodes, ``copy_seconds`` are beside decoding. ``sources``: for each field, where its value comes from."""
+    what these had. Each decoding response adds ``row_seconds`` to a token of all (its keys and values are read). An
+    optimizer step takes ``step_seconds`` and ``token_seconds`` for each token: responses, and the prompt of each group once.
+    ``between_steps``: claim, commit and publishing, in which nothing is trained. ``swap_seconds`` of a swap nothing decodes,
+    ``copy_seconds`` are beside decoding. ``sources``: for each field, where its value comes from."""
 
     row_rate: float
     step_seconds: float
     token_seconds: float
     saturation_rows: float = 64.0
+    row_seconds: float = 0.0
     prefill_rate: float = 5000.0
     prompt_tokens: float = 0.0
     swap_seconds: float = 0.0
@@ -51,6 +53,10 @@ class Costs:
     between_steps: float = 0.0
     restart_seconds: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def rate(self, rows: int) -> float:
+        """Tokens/s of each of so many responses that decode together."""
+        return 1 / (max(1.0, rows / self.saturation_rows) / self.row_rate + rows * self.row_seconds)
 
 
 class DrawnLengths:
@@ -117,10 +123,16 @@ def mock_costs(recipe: Recipe, between_steps: float = BETWEEN_STEPS) -> Costs:
     )
 
 
+_prompt_tokens = dict[tuple[str, str, int], float]()
+
+
 def prompt_tokens_of(recipe: Recipe) -> float:
     """Mean length of the recipe's first prompts, in tokens."""
-    prompts = load_prompts(recipe.prompts, tokenizer_of(recipe), recipe.seed, limits=prompt_limits(recipe)).train
-    return fmean(len(prompts.prompt(number).ids) for number in range(PROMPTS))
+    key = (recipe.prompts.model_dump_json(), recipe.model.source, recipe.seed)
+    if key not in _prompt_tokens:
+        prompts = load_prompts(recipe.prompts, tokenizer_of(recipe), recipe.seed, limits=prompt_limits(recipe)).train
+        _prompt_tokens[key] = fmean(len(prompts.prompt(number).ids) for number in range(PROMPTS))
+    return _prompt_tokens[key]
 
 
 def mock_lengths(recipe: Recipe) -> LengthsOf:

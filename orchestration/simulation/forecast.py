@@ -75,7 +75,7 @@ def summary(steps: list[Step], setup: Setup, costs: Costs) -> Forecast:
     between = steps[margin : len(steps) - margin + 1] if margin else steps
     began = steps[margin - 1].at if margin else 0.0
     seconds, tokens = between[-1].at - began, sum(step.tokens for step in between)
-    capacity = setup.replicas * costs.row_rate * min(setup.max_rows, costs.saturation_rows)
+    capacity = setup.replicas * max(rows * costs.rate(rows) for rows in range(1, setup.max_rows + 1))
     stale = sum((Counter(step.staleness) for step in between), Counter[int]())
     rows, passed, p95 = sum(stale.values()), 0, 0
     for p95 in sorted(stale):

@@ -3,17 +3,19 @@
     devices ──▶ rollout workers × ranks of training (× reference) ──┐
     staleness 0 … 8 ────────────────────────────────────────────────┴▶ check ─▶ memory ─▶ simulate ─▶ rank, Pareto
 
-Training on n times the ranks takes 1/n of the time of its tokens, which is right while communication is hidden: compare with
-`benchmarks/parallel.py` for a model and links. An engine decodes as fast as the one that was measured.
+With measured costs, training on n times the ranks takes 1/n of the time of its tokens, which is right while communication is
+hidden, and an engine decodes as fast as the one that was measured. With derived costs, bytes that ranks send count too, and
+tensor-parallel ranks are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from orchestration.recipe.load import compare_recipe
-from orchestration.recipe.planner import memory_of
+from orchestration.recipe.planner import arena_bytes, memory_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs, LengthsOf
@@ -21,6 +23,7 @@ from orchestration.simulation.forecast import Forecast, forecast, setup_of
 
 BOUNDS = (0, 1, 2, 3, 4, 8)
 SAMPLES = 1_000_000  # that a search simulates, at most: some seconds
+ROOM = 1 << 40  # bytes of an arena that has room for any run
 FEWEST_STEPS, MOST_STEPS = 8, 40
 
 
@@ -36,9 +39,12 @@ class Choice:
     pareto: bool = False
 
 
-def scaled(costs: Costs, ranks: int, measured_ranks: int) -> Costs:
-    """``costs`` with training on ``ranks`` ranks in place of ``measured_ranks``."""
-    return replace(costs, token_seconds=costs.token_seconds * measured_ranks / ranks)
+CostsOf = Callable[[Recipe], Costs]
+
+
+def scaled(costs: Costs, ranks: int) -> CostsOf:
+    """``costs`` measured with training on ``ranks`` ranks, for recipes with other numbers of them."""
+    return lambda recipe: replace(costs, token_seconds=costs.token_seconds * ranks / recipe.train.ranks)
 
 
 def devices_of(recipe: Recipe) -> int:
@@ -50,22 +56,24 @@ def devices_of(recipe: Recipe) -> int:
 
 def search(
     recipe: Recipe,
-    costs: Costs,
+    costs: CostsOf,
     lengths: LengthsOf,
     *,
     devices: int,
     bounds: Sequence[int] = BOUNDS,
+    tensor_parallel: Sequence[int] = (),
     device_memory: int = 0,
 ) -> list[Choice]:
     """Simulate the splits of ``devices`` devices at each of ``bounds``; the fastest first, those that cannot run last.
-    ``device_memory``: bytes of a device, 0: not looked at. Raises ValueError where the devices are too few."""
+    ``tensor_parallel``: values of train.tp, none: the recipe's. ``device_memory``: bytes of a device, 0: not looked at.
+    Raises ValueError where the devices are too few."""
     others = devices - (1 if recipe.reference_is_here else 0)
     if others < 2:
         raise ValueError(
             f"--devices: {devices} is too few; rollout, training and a reference of its own take a device each, here "
             f"{devices - others + 2}"
         )
-    wanted = list(_changes(recipe, others, bounds))
+    wanted = list(_changes(recipe, others, bounds, tensor_parallel or (recipe.train.tp,)))
     rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (len(wanted) * rows)))
     found = [_tried(recipe, changes, costs, lengths, steps, device_memory) for changes in wanted]
@@ -83,18 +91,24 @@ def _speed(choice: Choice) -> float:
     return choice.forecast.tokens_per_second if choice.forecast else 0.0
 
 
-def _changes(recipe: Recipe, devices: int, bounds: Sequence[int]) -> Iterator[tuple[str, ...]]:
-    each = recipe.train.ranks // recipe.train.dp  # devices of one replica of the trainer
-    for ranks in range(1, (devices - 1) // each + 1):
-        workers = devices - ranks * each
-        for bound in bounds:
-            yield f"rollout.workers={workers}", f"train.dp={ranks}", f"pipeline.staleness={bound}"
+def _changes(
+    recipe: Recipe, devices: int, bounds: Sequence[int], tensor_parallel: Sequence[int]
+) -> Iterator[tuple[str, ...]]:
+    for tp, ranks in itertools.product(tensor_parallel, range(1, devices)):
+        each = recipe.train.ranks // recipe.train.dp // recipe.train.tp * tp  # devices of one replica of the trainer
+        if ranks * each < devices:
+            tps = () if tp == recipe.train.tp else (f"train.tp={tp}",)
+            split = f"rollout.workers={devices - ranks * each}", f"train.dp={ranks}", *tps
+            yield from ((*split, f"pipeline.staleness={bound}") for bound in bounds)
 
 
 def _tried(
-    recipe: Recipe, changes: tuple[str, ...], costs: Costs, lengths: LengthsOf, steps: int, device_memory: int
+    recipe: Recipe, changes: tuple[str, ...], costs: CostsOf, lengths: LengthsOf, steps: int, device_memory: int
 ) -> Choice:
     try:
+        needed = arena_bytes(compare_recipe(recipe, (*changes, f"pipeline.arena={ROOM}")))
+        if needed > recipe.pipeline.arena:
+            changes = (*changes, f"pipeline.arena={needed}")
         changed = compare_recipe(recipe, changes)
     except RecipeError as error:
         return Choice(changes, 0, None, refused="; ".join(map(str, error.problems)))
@@ -104,5 +118,4 @@ def _tried(
             if sum(parts.values()) > device_memory:
                 why = f"{engine}: {sum(parts.values())} bytes of a device's {device_memory}"
                 return Choice(changes, devices, None, refused=why)
-    costs = scaled(costs, changed.train.ranks, recipe.train.ranks)
-    return Choice(changes, devices, forecast(setup_of(changed, steps=steps), costs, lengths))
+    return Choice(changes, devices, forecast(setup_of(changed, steps=steps), costs(changed), lengths))

@@ -103,6 +103,7 @@ class Simulator:
         self.setup, self.costs, self.lengths = setup, costs, lengths
         self.plan = setup.plan
         self.replicas = [_Replica(number) for number in range(setup.replicas)]
+        self._rates = [costs.rate(rows) for rows in range(setup.max_rows + 1)]
         self.steps: list[Step] = []
         self.now = 0.0
         self._random = Random(setup.seed)
@@ -188,7 +189,7 @@ class Simulator:
     # --- a replica's clock --------------------------------------------------------------------------------------------
 
     def _rate(self, replica: _Replica) -> float:
-        return self.costs.row_rate * min(1.0, self.costs.saturation_rows / max(1, len(replica.decoding)))
+        return self._rates[len(replica.decoding)]
 
     def _advance(self, replica: _Replica) -> None:
         """The clock to the present. No row ends before it: each end is an event."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from orchestration.guard.rules import METRICS
-from orchestration.recipe.checks.registry import check, problem
+from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.planner import arena_bytes, config_of, heads_of
@@ -279,8 +279,8 @@ def evaluation_has_prompts(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "evaluate.samples", wrong, f"use a value <= {evaluate.prompts}")
 
 
-@check("rollout.threads", "train.threads", "launch.launcher")
-def threads_exist(recipe: Recipe) -> Iterator[Problem]:
+@machine_check("rollout.threads", "train.threads", "launch.launcher")
+def threads_exist(recipe: Recipe, _: Environment) -> Iterator[Problem]:
     cores = _cores(recipe)
     for side in ("rollout", "train"):
         if getattr(recipe, side).threads > cores:
@@ -399,8 +399,8 @@ def layers_divide(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, key, wrong, f"use a value <= {fits}")
 
 
-@check("train.dp", "train.cp", "train.tp", "train.pp", "train.device", "critic", "launch.launcher")
-def ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
+@machine_check("train.dp", "train.cp", "train.tp", "train.pp", "train.device", "critic", "launch.launcher")
+def ranks_have_cores(recipe: Recipe, _: Environment) -> Iterator[Problem]:
     for side, of in _rank_groups(recipe):
         ranks, cores = of.ranks, _cores(recipe)
         if ranks <= cores:

@@ -65,6 +65,10 @@ def test_a_search_ranks_the_splits_and_writes_the_best(tmp_path: Path) -> None:
     [
         (["run", "tiny"], "asyncdock plan profile RECIPE --out DIR"),
         (["run", "tiny", "--costs", "/nowhere"], "holds no recipe.json; give the folder of a run"),
+        (["run", "tiny", "--hardware", "flops=1e12"], "bandwidth must be given, above 0"),
+        (["run", "tiny", "--hardware", "flop=1e12"], "'flop' is not known; write NAME=NUMBER of flops, bandwidth"),
+        (["run", "tiny", "--hardware", "flops=fast"], "flops = 'fast' is no number"),
+        (["run", "mock", "--hardware", "flops=1e12,bandwidth=1e12"], "the sizes of 'mock' are not known"),
         (["run", "mock", "--devices", "4"], "are for --search; add it"),
         (["run", "mock", "--search", "--devices", "1"], "--devices: 1 is too few"),
         (["run", "mock", "--search", "--devices", "3", "--device-memory", "many"], "--device-memory: "),
@@ -74,6 +78,26 @@ def test_what_is_wrong_is_named(arguments: list[str], says: str) -> None:
     code, _, error = plan(*arguments)
     assert code == 2
     assert says in error
+
+
+def test_costs_that_are_derived_from_the_model_and_the_devices() -> None:
+    """Twice the operations a second: training takes half the time. Splits may be tensor-parallel, on more ranks than this
+    machine has cores."""
+    steps = []
+    for flops in ("10e9", "20e9"):
+        _, out, _ = plan(
+            "run", "quickstart", "--hardware", f"flops={flops},bandwidth=1e9", "--response-tokens", "20", "--json"
+        )
+        steps.append(json.loads(out)["costs"]["token_seconds"])
+    assert steps[0] == pytest.approx(2 * steps[1])
+    _, out, _ = plan(
+        "run", "quickstart", "--hardware", "flops=1e12,bandwidth=1e12", "--search", "--devices", "8", "--json"
+    )
+    runs = [set(one["changes"]) for one in json.loads(out)["choices"] if one["forecast"]]
+    assert any({"rollout.workers=2", "train.dp=3", "train.tp=2"} <= one for one in runs) or any(
+        "train.tp=3" in one for one in runs
+    )
+    assert any({"rollout.workers=1", "train.dp=7"} <= one for one in runs)
 
 
 def test_a_profile_is_what_a_forecast_is_made_from(tmp_path: Path) -> None:
