@@ -55,8 +55,8 @@ class Hardware:
 
 
 def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -> Costs:
-    """Costs of ``recipe`` with responses of ``response_tokens`` on average. Raises ValueError where the model's sizes are not
-    known."""
+    """Costs of ``recipe`` with responses of ``response_tokens`` on average. Raises ValueError where the model's sizes are
+    not known."""
     config, parameters = config_of(recipe.model.source), parameters_of(recipe)
     sizes = Sizes.of(config)
     if sizes is None or parameters is None:

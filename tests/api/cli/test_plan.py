@@ -33,7 +33,8 @@ def test_a_forecast_names_the_limit_and_what_one_more_worker_brings() -> None:
         "tokens/s trained",
         "generation: the rollout workers are busy",
         "(bound 4)",
-        "one more rollout worker",
+        "one more",
+        "version of pipeline.staleness",
         "costs:",
     ):
         assert part in text
@@ -81,8 +82,8 @@ def test_what_is_wrong_is_named(arguments: list[str], says: str) -> None:
 
 
 def test_costs_that_are_derived_from_the_model_and_the_devices() -> None:
-    """Twice the operations a second: training takes half the time. Splits may be tensor-parallel, on more ranks than this
-    machine has cores."""
+    """Twice the operations a second: training takes half the time. Splits may have more ranks than this machine has
+    cores."""
     steps = []
     for flops in ("10e9", "20e9"):
         _, out, _ = plan(
@@ -94,9 +95,6 @@ def test_costs_that_are_derived_from_the_model_and_the_devices() -> None:
         "run", "quickstart", "--hardware", "flops=1e12,bandwidth=1e12", "--search", "--devices", "8", "--json"
     )
     runs = [set(one["changes"]) for one in json.loads(out)["choices"] if one["forecast"]]
-    assert any({"rollout.workers=2", "train.dp=3", "train.tp=2"} <= one for one in runs) or any(
-        "train.tp=3" in one for one in runs
-    )
     assert any({"rollout.workers=1", "train.dp=7"} <= one for one in runs)
 
 
