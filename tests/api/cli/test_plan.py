@@ -95,7 +95,7 @@ def test_costs_that_are_derived_from_the_model_and_the_devices() -> None:
         "run", "quickstart", "--hardware", "flops=1e12,bandwidth=1e12", "--search", "--devices", "8", "--json"
     )
     runs = [set(one["changes"]) for one in json.loads(out)["choices"] if one["forecast"]]
-    assert any({"rollout.workers=1", "train.dp=7"} <= one for one in runs)
+    assert any({"rollout.workers=4", "train.dp=4"} <= one for one in runs)
 
 
 def test_a_profile_is_what_a_forecast_is_made_from(tmp_path: Path) -> None:
