@@ -6,8 +6,9 @@
 
 Mock grid: runs over the staleness bound, balance, spread of lengths, replicas, share of swaps and window, with mock engines
 and everything else real (as in ``benchmarks/overlap.py``). The simulation has the recipe alone, and one constant measured in
-one run: the seconds between two steps, in which the trainer claims, commits and publishes. Real grid: the model `tiny`
-with torch engines; costs are measured in one run (`asyncdock plan profile`), and the other recipes are predicted from it.
+one run: the seconds between two steps: claim, commit, publish, and what an engine does beside its
+model of time. Real grid: the model `tiny` with torch engines; costs are measured in one run (`asyncdock plan profile`), and
+the other recipes are predicted from it.
 
 Error: predicted over measured throughput, less 1; steps at either end of a run are left out, of both alike.
 """
@@ -115,12 +116,24 @@ def compared(case: Case, events: list[Event], found: Forecast) -> Row:
     return Row(case.name, found.tokens_per_second, measured, found.staleness_max, stale)
 
 
+def between_steps(case: Case, events: list[Event]) -> float:
+    """Seconds from one step's end to the next one's, less those that the mock engine's model says for its tokens."""
+    costs, steps = mock_costs(case.recipe), [event for event in events if event.kind == "step"]
+    groups = case.recipe.train.groups_per_step
+
+    def modelled(step: Event) -> float:
+        tokens = step.data["response_length_mean"] * step.data["rows"] + costs.prompt_tokens * groups
+        return float(costs.step_seconds + costs.token_seconds * tokens)
+
+    return median(step.time - before.time - modelled(step) for before, step in itertools.pairwise(steps))
+
+
 async def mock_rows(cases: list[Case], home: Path, beside: int, forks: ForkServer) -> list[Row]:
     """``beside`` runs at a time: their engines sleep most of the time."""
     limit = asyncio.Semaphore(beside)
     first = next((case for case in cases if case.name == REFERENCE), cases[0])
     events = await executed(first.recipe, home / "first", forks=forks)
-    between = measured_costs(events, home / "first")[0].between_steps
+    between = between_steps(first, events)
 
     async def one(number: int, case: Case) -> Row:
         async with limit:

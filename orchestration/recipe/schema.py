@@ -83,6 +83,11 @@ class Recipe(Section):
         return StalenessPlan(self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window)
 
     @property
+    def is_paced(self) -> bool:
+        """Whether groups enter as late as keeps the trainer fed. With one step ahead none can be trained any fresher."""
+        return self.pipeline.admission == "paced" and not self.colocated and self.staleness_plan.slack > 1
+
+    @property
     def mixed_precision(self) -> bool:
         """Whether training computes in ``model.dtype`` and keeps float32 master weights."""
         return self.train.precision != "model" and self.model.dtype != "float32"

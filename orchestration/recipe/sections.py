@@ -11,11 +11,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 
 from orchestration.recipe.bounds import LARGEST
 from orchestration.recipe.values import (
+    INDEX_PATTERN,
     Betas,
     Count,
     CountOrZero,
     Device,
     Groups,
+    IndexUrl,
     Seconds,
     Size,
     SizeOrZero,
@@ -33,17 +35,10 @@ from stages.engines.strategies import Strategies
 from stages.flow.catalogue import Truncated
 from stages.json_schema import key, only_where, schema_of, unit
 
-INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
 DEVICE_MEANING = (
     "`auto`: the accelerator that torch finds, else the CPU. Worker processes share a node's devices out in turn "
     "(`asyncdock check` shows them); a number fixes one: `cuda:1`. `npu` needs torch_npu."
 )
-
-
-def _index_url(value: object) -> object:
-    if isinstance(value, str) and value != "embedded" and not value.startswith(INDEX_SCHEMES):
-        raise ValueError("not an index; use 'embedded', or a URL that begins with redis://, rediss:// or unix://")
-    return value
 
 
 class Section(BaseModel):
@@ -368,15 +363,18 @@ class PipelineSection(Section):
         "synchronous run, bit for bit.",
     )
     window: Groups = key(1, "How many groups training may look past the oldest incomplete one (W). 1: admission order.")
+    admission: Literal["paced", "eager"] = key(
+        "paced", "When groups enter: as late as keeps the trainer fed, or as early as the bound allows."
+    )
     arena: Size = key(64 * 2**20, "Shared memory for the samples' bytes, on each node.")
     lease_seconds: Seconds = key(
         60.0, "Time after a worker's last heartbeat until its claim ends and its rows are delivered again."
     )
     keep_samples: SizeOrZero = key(64 * 2**20, "Disk space for the texts of the newest samples. 0: none are kept.")
-    index: Annotated[str, BeforeValidator(_index_url)] = key(
+    index: IndexUrl = key(
         "embedded",
         "`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
-        json_schema_extra={"pattern": f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"},
+        json_schema_extra={"pattern": INDEX_PATTERN},
     )
     index_serve: str = key(
         "",

@@ -60,3 +60,15 @@ Betas = Annotated[
 ]
 
 Device = Annotated[str, Field(pattern=PATTERN, examples=EXAMPLES)]
+
+INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
+INDEX_PATTERN = f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"
+
+
+def _index_url(value: object) -> object:
+    if isinstance(value, str) and value != "embedded" and not value.startswith(INDEX_SCHEMES):
+        raise ValueError("not an index; use 'embedded', or a URL that begins with redis://, rediss:// or unix://")
+    return value
+
+
+IndexUrl = Annotated[str, BeforeValidator(_index_url)]

@@ -55,6 +55,7 @@ def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
         at_once=swaps_at_once(recipe) if overlap else 0,
         colocated=recipe.colocated,
         references=1 if recipe.needs_reference else 0,
+        paced=recipe.is_paced,
         seed=recipe.seed,
     )
 

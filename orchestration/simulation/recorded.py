@@ -109,12 +109,13 @@ def _line(x: list[float], y: list[float]) -> tuple[float, float]:
 
 def _between(trainer: list[tuple[float, ...]]) -> tuple[float, float]:
     """Seconds a step that the trainer neither trained nor waited for samples, after the first step; and the share of the
-    time that it waited."""
+    time that it waited. A share that is small counts as its turn-around: the samples lay ready."""
     after = [moment for moment in trainer if moment[3] > 0]
     if not after or after[-1][3] == after[0][3]:
         return 0.0, 0.0
     wall, waited, trained, steps = (last - first for first, last in zip(after[0], after[-1], strict=True))
-    return max(0.0, (wall - waited - trained) / steps), waited / wall
+    turn = wall - trained - (waited if waited / wall > WAITED else 0.0)
+    return max(0.0, turn / steps), waited / wall
 
 
 def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, float]:

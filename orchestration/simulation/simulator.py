@@ -23,6 +23,7 @@ from random import Random
 
 from orchestration.simulation.costs import Costs, LengthsOf
 from pipeline.staleness import StalenessPlan
+from stages.pacing import Pacer
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Setup:
     all. ``cut``: a swap parks what decodes. ``at_once``: replicas that may swap together, 0: all. ``references``: workers
     that compute reference logprobs, 0: no such stage. ``dropped``: share of groups that leave untrained. ``failures``: of
     each replica, an hour. ``room``: groups that the warehouses hold, with those trained since a checkpoint, which is made
-    ``checkpoint_every`` steps."""
+    ``checkpoint_every`` steps. ``paced``: the gate admits groups as late as keeps the trainer fed."""
 
     plan: StalenessPlan
     group_size: int
@@ -50,6 +51,7 @@ class Setup:
     failures: float = 0.0
     room: int = 0
     checkpoint_every: int = 1
+    paced: bool = False
     seed: int = 0
 
 
@@ -122,10 +124,13 @@ class Simulator:
         self._turns: deque[_Replica] = deque()
         self._references = [0.0] * setup.references  # when each is free
         self.remade_tokens = 0
+        self._pacer = Pacer(setup.plan) if setup.paced else None
 
     def run(self) -> list[Step]:
         """Simulate to the last step. Raises RuntimeError where nothing can happen any more."""
         self._admit()
+        if self._pacer is not None:
+            self._look()
         for replica in self.replicas:
             self._plan_failure(replica)
         while len(self.steps) < self.setup.steps:
@@ -156,12 +161,38 @@ class Simulator:
         if setup.room:
             covered = self._version // setup.checkpoint_every * setup.checkpoint_every * self.plan.groups_per_step
             limit = min(limit, covered + len(self._filtered) + setup.room)
+        if self._pacer is not None:
+            self._see()
+            limit = min(limit, self._pacer.limit(self.now) + len(self._filtered))
         for number in range(self._admitted, limit):
             self._ready.append(_Group(number, self.lengths(number), size))
             self._open.append(number)
         self._admitted = max(self._admitted, limit)
         for replica in self.replicas:
             self._claim(replica)
+
+    def _see(self) -> None:
+        assert self._pacer is not None
+        entered = self._admitted - len(self._filtered)
+        self._pacer.see(self.now, self._version, entered, entered - len(self._open) + self._pickable())
+
+    def _look(self) -> None:
+        """As the gate does."""
+        assert self._pacer is not None
+        self._admit()
+        self._at(self.now + self._pacer.look(), self._look)
+
+    def _pickable(self) -> int:
+        """How many complete groups steps could pick now."""
+        found, anchor = 0, None
+        for number in self._open:
+            if anchor is not None and number >= anchor + self.plan.window:
+                break
+            if number in self._complete:
+                found += 1
+            elif anchor is None:
+                anchor = number
+        return found
 
     def _claim(self, replica: _Replica) -> None:
         """Parked rows first, then groups, as many as there is room for."""

@@ -248,6 +248,12 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         admitted, gate, filtered, published, trained, planned, dropped = reply["counts"]
         return RunStatus(admitted, gate, filtered, published, trained, remake, gates, reply["wait"], planned, dropped)
 
+    async def progress(self) -> tuple[int, int]:
+        """Returns how many groups were admitted; and how many of them were trained, are held by the trainer, or could be
+        picked by its next steps. Both without the filtered ones."""
+        admitted, done = await self.call("progress")
+        return int(admitted), int(done)
+
     async def queue_depth(self, stage: str) -> int:
         """How many rows (or groups) of a stage are ready to be claimed."""
         return int(await self.call("queue_depth", stage=stage))

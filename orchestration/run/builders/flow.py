@@ -17,6 +17,7 @@ from stages.difficulty import Difficulty
 from stages.external_checks import TERMS
 from stages.flow.catalogue import CREDIT
 from stages.gate import Gate
+from stages.pacing import Pacer
 from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import PromptFormatter
 from stages.prompts.given_responses import GivenResponses
@@ -56,6 +57,7 @@ class FlowJob(Job):
             steps=recipe.train.steps,
             groups_per_step=recipe.train.groups_per_step,
             difficulty=Difficulty(prompts, recipe.seed) if by_difficulty else None,
+            pacer=Pacer(recipe.staleness_plan) if recipe.is_paced else None,
         )
         flow = flow_of(recipe)
         if recipe.prompts.responses:

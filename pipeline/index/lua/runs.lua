@@ -55,6 +55,36 @@ define('transition', function(run, a)
   return { state = state, changed = false }
 end)
 
+-- → {admitted groups; those of them that were trained, are held by the trainer, or could be picked one step after the other},
+-- both without the filtered ones. Which groups the trainer holds is not looked up: as many of the oldest that are not ready.
+define('progress', function(run)
+  local cfg, admitted = config(run), value(run, 'admitted') - value(run, 'filtered_groups')
+  local done, held, anchor = admitted - size_of(members(run .. 'open')), 0, nil
+  for _, stage in ipairs(cfg.stages) do
+    if stage.takes == 'batch' then
+      if call('EXISTS', run .. 'due:' .. stage.name) == 1 then held = cfg.groups_per_step end
+      done = done + held
+      for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+        local first, last = ends(member)
+        local ready = split(run .. 'ready:' .. stage.name .. ':0', first, last)
+        local at = 1
+        for group = first, last do
+          if anchor and group >= anchor + cfg.window then return { admitted, done } end
+          while ready[at] and ready[at + 1] < group do at = at + 2 end
+          if ready[at] and ready[at] <= group then
+            done = done + 1
+          elseif held > 0 then
+            held = held - 1
+          else
+            anchor = anchor or group
+          end
+        end
+      end
+    end
+  end
+  return { admitted, done }
+end, true)
+
 -- {stage} → how many rows or groups can be claimed
 define('queue_depth', function(run, a) return value(run, 'ready:' .. a.stage) end, true)
 

@@ -41,6 +41,7 @@ def simulated(plan: StalenessPlan, steps: int = 12, costs: Costs = COSTS, **setu
     failures=st.sampled_from([0.0, 0.0, 200.0]),
     references=st.integers(0, 2),
     colocated=st.booleans(),
+    paced=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_each_step_trains_whole_groups_within_the_bound(
