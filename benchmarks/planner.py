@@ -33,8 +33,9 @@ from orchestration.logs import configure
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.load import compare_recipe
 from orchestration.recipe.schema import Recipe
-from orchestration.simulation.costs import Costs, DrawnLengths, mock_costs, mock_lengths
+from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.forecast import Forecast, forecast, margin_of, setup_of
+from orchestration.simulation.mock_costs import mock_costs, mock_lengths
 from orchestration.simulation.recorded import measured_costs
 from orchestration.simulation.simulator import Setup
 from pipeline.events import Event

@@ -125,7 +125,8 @@ def plan_profile(
 
 
 def _costs(recipe: Recipe, folder: Path | None, hardware: str, response_tokens: float) -> tuple[CostsOf, LengthsOf]:
-    from orchestration.simulation.costs import DrawnLengths, mock_costs, mock_lengths
+    from orchestration.simulation.costs import DrawnLengths
+    from orchestration.simulation.mock_costs import mock_costs, mock_lengths
     from orchestration.simulation.search import scaled
 
     if folder is not None:

@@ -116,6 +116,14 @@ class Recipe(Section):
         return self.train.ranks if self.colocated else self.rollout.workers
 
     @property
+    def swaps_at_once(self) -> int:
+        """How many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a quarter of them. So a
+        version needs about four swaps' time with any number of replicas, and three quarters always generate."""
+        if not self.sync.rolling or self.replicas == 1:
+            return 0
+        return self.sync.at_once or max(1, self.replicas // 4)
+
+    @property
     def trains_critic(self) -> bool:
         """Whether the run has a critic with an engine and a worker of its own."""
         of = self.algorithm

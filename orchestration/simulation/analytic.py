@@ -16,7 +16,8 @@ from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.planner import config_of, parameters_of, prompt_limits, trained_state
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
-from orchestration.simulation.costs import Costs, prompt_tokens_of
+from orchestration.simulation.costs import Costs
+from orchestration.simulation.mock_costs import prompt_tokens_of
 from stages.engines.costs import Step, sent
 from stages.engines.strategies import Ranks
 

@@ -1,29 +1,18 @@
 """Costs that a simulated run is made of, each with where it comes from.
 
-a mock recipe ──▶ the options of its latency model ─┐
-a run's events ──▶ rates, lengths and times measured ┴─▶ Costs ──▶ simulator
+a mock recipe ──▶ the options of its latency model (mock_costs.py) ───┐
+a run's events ──▶ rates, lengths and times measured (recorded.py) ───┼─▶ Costs ──▶ simulator
+a model's sizes ──▶ operations and bytes by rates given (analytic.py) ┘
+
+Importing this needs no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 
 import numpy as np
-
-from orchestration.recipe.planner import prompt_limits
-from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import tokenizer_of
-from stages.algorithms import build_algorithm
-from stages.engines.mock.engines import drawn_tokens
-from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
-from stages.prompts.sources import load_prompts
-from stages.rollout.stage import group_seed
-
-BETWEEN_STEPS = 0.05  # seconds, on a machine with two cores: docs/measurements/overlap.md
-BETWEEN_STEPS_SOURCE = "measured with the mock engines on two cores"
-PROMPTS = 64  # whose mean length counts
 
 LengthsOf = Callable[[int], Sequence[int]]
 """Group number -> tokens of each of its responses."""
@@ -99,49 +88,3 @@ class DrawnLengths:
             drawn = np.where(random.random(shape) < self._stragglers, drawn * self._times, drawn)
         found: list[list[int]] = np.clip(drawn.round(), 1, self.longest).astype(int).tolist()
         return found
-
-
-def mock_costs(recipe: Recipe, between_steps: float = BETWEEN_STEPS) -> Costs:
-    """Of a recipe with mock engines: their options, in real seconds."""
-    rollout = MockRolloutOptions(**{"max_rows": recipe.rollout.max_rows, **recipe.rollout.mock})
-    train = MockTrainOptions(**recipe.train.mock)
-    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
-    scale, learned = rollout.time_scale, train.time_scale * algorithm.epochs
-    known = {name: "the mock engines' options" for name in Costs.__dataclass_fields__}
-    return Costs(
-        row_rate=rollout.row_rate / scale,
-        saturation_rows=rollout.saturation_rows,
-        prefill_rate=rollout.prefill_rate / scale,
-        swap_seconds=rollout.swap_seconds * scale,
-        copy_seconds=rollout.copy_seconds * scale,
-        step_seconds=train.step_seconds * algorithm.mini_batches * learned,
-        token_seconds=train.token_seconds * learned,
-        reference_token_seconds=train.logprob_token_seconds * train.time_scale,
-        prompt_tokens=prompt_tokens_of(recipe),
-        between_steps=between_steps,
-        sources={**known, "between_steps": BETWEEN_STEPS_SOURCE, "prompt_tokens": "the recipe's prompts"},
-    )
-
-
-_prompt_tokens = dict[tuple[str, str, int], float]()
-
-
-def prompt_tokens_of(recipe: Recipe) -> float:
-    """Mean length of the recipe's first prompts, in tokens."""
-    key = (recipe.prompts.model_dump_json(), recipe.model.source, recipe.seed)
-    if key not in _prompt_tokens:
-        prompts = load_prompts(recipe.prompts, tokenizer_of(recipe), recipe.seed, limits=prompt_limits(recipe)).train
-        _prompt_tokens[key] = fmean(len(prompts.prompt(number).ids) for number in range(PROMPTS))
-    return _prompt_tokens[key]
-
-
-def mock_lengths(recipe: Recipe) -> LengthsOf:
-    """The very lengths that the mock engines of a run of ``recipe`` draw."""
-    options = MockRolloutOptions(**{"max_rows": recipe.rollout.max_rows, **recipe.rollout.mock})
-    limit, places = recipe.rollout.max_tokens, range(recipe.algorithm.group_size)
-
-    def lengths(group: int) -> Sequence[int]:
-        seed = group_seed(recipe.seed, group)
-        return [min(limit, drawn_tokens(options, seed, place)) for place in places]
-
-    return lengths

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from orchestration.recipe.schema import Recipe
-from orchestration.run.engines import swaps_at_once
 from orchestration.simulation.costs import Costs, LengthsOf
 from orchestration.simulation.simulator import Setup, Simulator, Step
 
@@ -52,7 +51,7 @@ def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
         first_groups=-(-plan.groups_per_step // replicas),
         budget=recipe.rollout.budget,
         cut=recipe.rollout.on_update == "cut",
-        at_once=swaps_at_once(recipe) if overlap else 0,
+        at_once=recipe.swaps_at_once if overlap else 0,
         colocated=recipe.colocated,
         references=1 if recipe.needs_reference else 0,
         paced=recipe.is_paced,

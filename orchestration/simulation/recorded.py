@@ -19,12 +19,13 @@ from typing import Any
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import RECIPE
-from orchestration.simulation.costs import Costs, DrawnLengths, prompt_tokens_of
+from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.forecast import forecast, margin_of, setup_of
 from pipeline.events import Event
-from stages.sample_log import FOLDER, groups
+from stages.sample_log import FOLDER, read
 
 FEWEST_STEPS = 4
+SAMPLES = 4096  # the newest, whose lengths count
 WAITED = 0.05  # share of the time that the trainer has waited for samples: from here on generation limits the run
 WITHIN, HALVINGS = 8.0, 16  # the rate of generation is looked for within this factor, by so many halvings
 
@@ -38,12 +39,18 @@ def recorded_costs(folder: Path) -> tuple[Costs, DrawnLengths]:
     return measured_costs(read_metrics(folder / METRICS), folder)
 
 
-def measured_costs(stream: Iterable[Event], folder: Path) -> tuple[Costs, DrawnLengths]:
-    """As :func:`recorded_costs`, from the run's events."""
+def recipe_of(folder: Path) -> Recipe:
+    """The recipe of the run in ``folder``. Raises NotMeasured."""
     try:
-        recipe = Recipe.from_json((folder / RECIPE).read_bytes())
+        return Recipe.from_json((folder / RECIPE).read_bytes())
     except FileNotFoundError:
         raise NotMeasured(f"{folder}: holds no {RECIPE}; give the folder of a run") from None
+
+
+def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None = None) -> tuple[Costs, DrawnLengths]:
+    """As :func:`recorded_costs`, from events of the run, all or those of some steps in a row. ``recipe``: with what the run
+    has changed of it since it began."""
+    recipe = recipe or recipe_of(folder)
     events, steps, trainer = defaultdict[str, list[Mapping[str, Any]]](list), list[Event](), list[tuple[float, ...]]()
     for event in stream:
         events[event.kind].append(event.data)
@@ -54,8 +61,7 @@ def measured_costs(stream: Iterable[Event], folder: Path) -> tuple[Costs, DrawnL
             trainer.append((event.data["wall"], event.data["waiting_input"], trained, len(steps)))
     if len(steps) < FEWEST_STEPS:
         raise NotMeasured(f"{folder}: {len(steps)} optimizer steps are too few to measure; let it make {FEWEST_STEPS}")
-    prompt, size = prompt_tokens_of(recipe), recipe.algorithm.group_size
-    fed = [step.data["rows"] * (step.data["response_length_mean"] + prompt / size) for step in steps[1:]]
+    fed = [step.data["rows"] * step.data["response_length_mean"] for step in steps[1:]]
     by_token, by_step = _line(fed, [step.data["train_seconds"] for step in steps[1:]])
     row_rate, rows = _decoding(events["stage"], recipe.rollout.max_rows)
     swaps = [swap for swap in events["sync"] if swap["worker"].startswith("rollout-") and swap.get("exposed_seconds")]
@@ -64,8 +70,7 @@ def measured_costs(stream: Iterable[Event], folder: Path) -> tuple[Costs, DrawnL
     costs = Costs(
         row_rate=row_rate,
         saturation_rows=rows,
-        prefill_rate=float("inf"),  # a prompt's time is in the rate
-        prompt_tokens=prompt,
+        prefill_rate=float("inf"),  # the time of prompts is in the rates
         step_seconds=by_step,
         token_seconds=by_token,
         swap_seconds=median(swap["exposed_seconds"] for swap in swaps) if swaps else 0.0,
@@ -74,10 +79,18 @@ def measured_costs(stream: Iterable[Event], folder: Path) -> tuple[Costs, DrawnL
         between_steps=between,
         sources=dict.fromkeys(Costs.__dataclass_fields__, f"measured in {folder.name}"),
     )
-    found = [[sample["tokens"] for sample in group] for group in groups(folder / FOLDER)]
+    found = _lengths(folder / FOLDER, steps[0].data["step"])
     found = found or [[round(step.data["response_length_mean"])] for step in steps]
-    lengths = DrawnLengths(size, recipe.rollout.max_tokens, measured=found, seed=recipe.seed)
+    lengths = DrawnLengths(recipe.algorithm.group_size, recipe.rollout.max_tokens, measured=found, seed=recipe.seed)
     return (_fitted(costs, lengths, recipe, steps) if waited > WAITED else costs), lengths
+
+
+def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:
+    """Tokens of the newest samples below ``folder``, by group, of ``oldest_step`` and later ones."""
+    by_group = defaultdict[tuple[int, int], list[int]](list)
+    for sample in read(folder, lambda _: True, limit=SAMPLES, oldest_step=oldest_step)[0]:
+        by_group[sample["step"], sample["group"]].append(sample["tokens"])
+    return list(by_group.values())
 
 
 def _fitted(costs: Costs, lengths: DrawnLengths, recipe: Recipe, steps: list[Event]) -> Costs:

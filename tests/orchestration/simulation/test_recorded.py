@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.executed import executed
 from orchestration.run.run import Run
-from orchestration.simulation.costs import mock_costs
 from orchestration.simulation.forecast import forecast, setup_of
+from orchestration.simulation.mock_costs import mock_costs
 from orchestration.simulation.recorded import NotMeasured, measured_costs, recorded_costs
 from tests.orchestration.runs import MOCK, TINY, recipe
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestration.recipe.schema import Recipe
-from orchestration.simulation.costs import Costs, DrawnLengths, mock_costs, mock_lengths
+from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.forecast import forecast, setup_of
+from orchestration.simulation.mock_costs import mock_costs, mock_lengths
 from orchestration.simulation.simulator import Setup, Simulator, Step
 from pipeline.staleness import StalenessPlan
 from tests.orchestration.runs import MOCK, recipe
