@@ -19,7 +19,7 @@ from pipeline.staleness import StalenessPlan
 STEPS = 4  # that are remembered
 MARGIN = 1.25  # of D
 LOOKS = 32  # in a step
-SHORTEST_LOOK, LONGEST_LOOK = 0.02, 1.0  # seconds
+SHORTEST_LOOK, FIRST_LOOK, LONGEST_LOOK = 0.02, 0.25, 1.0  # seconds; the first one before a step is measured
 
 
 class Pacer:
@@ -68,5 +68,5 @@ class Pacer:
     def look(self) -> float:
         """Seconds until it is time to look again."""
         if not self._steps:
-            return SHORTEST_LOOK
+            return FIRST_LOOK
         return min(max(min(self._steps) / LOOKS, SHORTEST_LOOK), LONGEST_LOOK)

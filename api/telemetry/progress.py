@@ -19,6 +19,7 @@ from pipeline.events import (
     EvaluationEvent,
     Event,
     EventData,
+    ForecastEvent,
     PromptEvent,
     StateEvent,
     StepEvent,
@@ -56,6 +57,7 @@ class Progress(RunTotals):
         self.made: dict[int, Made] = {}  # by step; a replayed step stands once
         self.last: StepEvent | None = None
         self.evaluations: dict[int, EvaluationEvent] = {}  # by policy version; the first and the last with samples
+        self.forecast: ForecastEvent | None = None  # the newest
         self.messages: deque[str] = deque(maxlen=MESSAGES)
 
     def apply(self, event: Event) -> EventData | None:
@@ -83,6 +85,10 @@ class Progress(RunTotals):
                 self.messages.append(f"{data.worker} {data.change}")
             case AlarmEvent():
                 self.messages.append(f"alarm at step {data.step + 1}: {data.reason}. {data.look}")
+            case ForecastEvent():
+                self.forecast = data
+                if data.reason:
+                    self.messages.append(f"from step {data.step + 1}: {data.reason}")
             case PromptEvent(change="too long"):
                 self.messages.append(data.reason)
         return data

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
@@ -81,6 +82,12 @@ class Recipe(Section):
     @property
     def staleness_plan(self) -> StalenessPlan:
         return StalenessPlan(self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window)
+
+    @property
+    def first_slack(self) -> int:
+        """The slack that the run begins with: that of the smallest bound, where the run decides."""
+        least = self.pipeline.staleness_min or self.pipeline.staleness
+        return replace(self.staleness_plan, bound=least).slack
 
     @property
     def is_paced(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.recipe.schema import Recipe
-from orchestration.run.run import RECIPE
+from orchestration.run.paths import RECIPE
 from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.forecast import forecast, margin_of, setup_of
 from pipeline.events import Event

@@ -180,7 +180,8 @@ class Simulator:
         """As the gate does."""
         assert self._pacer is not None
         self._admit()
-        self._at(self.now + self._pacer.look(), self._look)
+        if self._events or self._pacer.limit(self.now) < self._limit(self._version):
+            self._at(self.now + self._pacer.look(), self._look)
 
     def _pickable(self) -> int:
         """How many complete groups steps could pick now."""

@@ -135,6 +135,25 @@ def window_has_room(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "pipeline.window", wrong, f"set pipeline.staleness >= {needed}, or pipeline.window = 1")
 
 
+@check("pipeline.staleness_min", "pipeline.staleness", "pipeline.window", "train.groups_per_step", "launch", "external")
+def bound_can_be_decided(recipe: Recipe) -> Iterator[Problem]:
+    least, plan = recipe.pipeline.staleness_min, recipe.staleness_plan
+    if not least:
+        return
+    if least > plan.bound:
+        wrong = f"is above pipeline.staleness = {plan.bound}, the largest bound"
+        yield problem(recipe, "pipeline.staleness_min", wrong, f"set at most {plan.bound}, or 0 for a fixed bound")
+    elif not recipe.first_slack:
+        needed = passing_steps(plan.window, plan.groups_per_step) + 1
+        wrong = f"lets nothing overlap with pipeline.window = {plan.window}: the run would begin synchronous"
+        yield problem(recipe, "pipeline.staleness_min", wrong, f"set >= {needed}, or pipeline.window = 1")
+    if recipe.colocated or not recipe.runs_stage("update") or not recipe.runs_stage("rollout"):
+        wrong = (
+            "needs training and generation by the run's own workers, beside each other, of which it measures the costs"
+        )
+        yield problem(recipe, "pipeline.staleness_min", wrong, "set 0, and a fixed pipeline.staleness")
+
+
 @check(
     *(f"pipeline.{key}" for key in ("arena", "window", "staleness")),
     *(f"rollout.{key}" for key in ("max_tokens", "budget", "on_update")),

@@ -26,7 +26,7 @@ define('status', function(run, a)
   for i, version in ipairs(a.versions) do gates[i] = gate(run, config(run), version) end
   local limit = begun and gate(run, config(run), int(found[3])) or 0
   local cfg = begun and config(run)
-  local planned = cfg and (int(found[4]) + cfg.slack) * cfg.groups_per_step or 0
+  local planned = cfg and (int(found[4]) + slack_of(run, cfg)) * cfg.groups_per_step or 0
   if begun and replacements_wait(run, config(run)) then limit = min(limit, int(found[1])) end
   return {
     counts = { int(found[1]), limit, int(found[2]), int(found[3]), int(found[4]), planned, int(found[5] or 0) },
@@ -53,6 +53,16 @@ define('transition', function(run, a)
     end
   end
   return { state = state, changed = false }
+end)
+
+-- {slack}: how many steps admission runs ahead from now on, at most as many as the run's config says.
+define('set_slack', function(run, a)
+  local cfg = config(run)
+  if a.slack < 1 or a.slack > cfg.slack then fail('BAD', 'slack ' .. a.slack .. ' is not within 1 and ' .. cfg.slack) end
+  call('HSET', run .. 'n', 'slack', a.slack)
+  wake(run, 'version')
+  for _, stage in ipairs(cfg.stages) do wake_stage(run, stage.name) end
+  return true
 end)
 
 -- → {admitted groups; those of them that were trained, are held by the trainer, or could be picked one step after the other},
