@@ -1,7 +1,7 @@
 """The gate: where prompts enter. It holds the staleness bound by pacing, so that no sample has ever to be dropped.
 
     published version v ──▶ admit groups below (v + S + 1)·P ──▶ sleep until a version is published, or more are due
-                              ├ at once, or as late as the trainer allows (stages/pacing.py)
+                              ├ at once, or as late as the trainer allows (pipeline/pacing.py)
                               └ as far as there are prompts, when they come from outside
 
 Which prompt a group gets is a pure function of its number, so a lost group, or a resumed run, asks for the same again. With
@@ -18,9 +18,9 @@ import structlog
 
 from pipeline.events import PromptEvent
 from pipeline.index.client import Index, RunStatus
+from pipeline.pacing import Pacer
 from pipeline.warehouse.dock import Dock
 from stages.difficulty import Difficulty, IndexedDifficulty
-from stages.pacing import Pacer
 from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import PromptSource

@@ -80,9 +80,8 @@ def plan_run(
     loaded = load(find(recipe), set_, files=False)
     costs_of, lengths = _costs(loaded, costs, hardware, response_tokens)
     from orchestration.simulation.forecast import forecast, setup_of
-    from orchestration.simulation.search import devices_of
 
-    have = devices_of(loaded)
+    have = loaded.devices
     if search:
         tensor_parallel = TENSOR_PARALLEL if hardware else ()
         return _search(

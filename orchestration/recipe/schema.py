@@ -123,6 +123,13 @@ class Recipe(Section):
         return self.train.ranks if self.colocated else self.rollout.workers
 
     @property
+    def devices(self) -> int:
+        """How many devices the engines of the run compute on, if each has its own."""
+        if self.colocated:
+            return self.train.ranks
+        return self.rollout.workers + self.train.ranks + (1 if self.reference_is_here else 0)
+
+    @property
     def swaps_at_once(self) -> int:
         """How many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a quarter of them. So a
         version needs about four swaps' time with any number of replicas, and three quarters always generate."""

@@ -133,8 +133,9 @@ def _between(trainer: list[tuple[float, ...]]) -> tuple[float, float]:
 
 def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, float]:
     """Tokens/s of one response, over the time that responses were held by a rollout worker, of which ``max_rows`` decode;
-    and how many of them did when it was nearly full."""
-    decoding, row_seconds, tokens = list[float](), 0.0, 0
+    and how many of them did when it was nearly full. Where none was held at any report, half of ``max_rows`` were while the
+    worker was busy."""
+    decoding, row_seconds, tokens, busy = list[float](), 0.0, 0, 0.0
     before = dict[str, Mapping[str, Any]]()
     for now in stages:
         if now["stage"] != "rollout":
@@ -142,11 +143,14 @@ def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, fl
         last = before.get(now["worker"])
         if last and last["tokens"] and now["wall"] > last["wall"]:  # less: another process of that name
             held = min(max_rows, (now["in_flight"] + last["in_flight"]) / 2)
-            decoding.append(held)
+            decoding.append(min(max_rows, now["in_flight"]))
             row_seconds += held * (now["wall"] - last["wall"])
             tokens += now["tokens"] - last["tokens"]
+            busy += now["busy"] - last["busy"]
         before[now["worker"]] = now
-    if tokens <= 0 or not row_seconds:
+    if not row_seconds:
+        decoding, row_seconds = [max_rows], busy * max_rows / 2
+    if tokens <= 0 or row_seconds <= 0:
         raise NotMeasured(
             "the run has no rollout worker that reported tokens; give a run that has generated its responses"
         )

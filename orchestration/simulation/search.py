@@ -47,13 +47,6 @@ def scaled(costs: Costs, ranks: int) -> CostsOf:
     return lambda recipe: replace(costs, token_seconds=costs.token_seconds * ranks / recipe.train.ranks)
 
 
-def devices_of(recipe: Recipe) -> int:
-    """Devices of ``recipe``: an engine each."""
-    if recipe.colocated:
-        return recipe.train.ranks
-    return recipe.rollout.workers + recipe.train.ranks + (1 if recipe.reference_is_here else 0)
-
-
 def search(
     recipe: Recipe,
     costs: CostsOf,
@@ -112,7 +105,7 @@ def _tried(
         changed = compare_recipe(recipe, changes)
     except RecipeError as error:
         return Choice(changes, 0, None, refused="; ".join(map(str, error.problems)))
-    devices = devices_of(changed)
+    devices = changed.devices
     if device_memory:
         for engine, parts in memory_of(changed).items():
             if sum(parts.values()) > device_memory:

@@ -22,8 +22,8 @@ from math import inf
 from random import Random
 
 from orchestration.simulation.costs import Costs, LengthsOf
+from pipeline.pacing import Pacer
 from pipeline.staleness import StalenessPlan
-from stages.pacing import Pacer
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,38 @@ class _Replica:
         self.joined = self.stamp = 0
         self.stopped = self.taking = self.gone = False
         self.claimed = False  # it has had its first claim
+
+    def advance(self, now: float, rates: Sequence[float]) -> None:
+        """The clock to ``now``. No row ends before it: each end is an event."""
+        if not self.stopped and self.decoding:
+            self.clock += (now - self.time) * rates[len(self.decoding)]
+        self.time = now
+
+    def join(self, setup: Setup, costs: Costs) -> None:
+        """Waiting rows begin to decode while there is room."""
+        while self.waiting and len(self.decoding) < setup.max_rows:
+            row = group, place, begun = self.waiting.popleft()
+            if not begun:
+                group.versions[place] = self.version
+            length = group.lengths[place]
+            until = min(length, begun + setup.budget) if setup.budget else length
+            start = self.clock + (costs.prompt_tokens + begun) / costs.prefill_rate * costs.row_rate
+            self.joined += 1
+            heapq.heappush(self.decoding, (start + until - begun, self.joined, row, until, start))
+
+    def park(self) -> list[_Row]:
+        """Rows with a token of this visit leave; the others stay."""
+        staying, parked = [], []
+        for entry in self.decoding:
+            _, _, (group, place, begun), _, start = entry
+            made = int(self.clock - start + 1e-9)
+            if made > 0:
+                parked.append((group, place, begun + made))
+            else:
+                staying.append(entry)
+        self.decoding, self.held = staying, self.held - len(parked)
+        heapq.heapify(self.decoding)
+        return parked
 
 
 class Simulator:
@@ -214,38 +246,16 @@ class Simulator:
             replica.held += setup.group_size
             most, joined, replica.claimed = most - 1, True, True
         if joined:
-            self._advance(replica)
-            self._join(replica)
+            replica.advance(self.now, self._rates)
+            replica.join(self.setup, self.costs)
             self._arm(replica)
 
     # --- a replica's clock --------------------------------------------------------------------------------------------
 
-    def _rate(self, replica: _Replica) -> float:
-        return self._rates[len(replica.decoding)]
-
-    def _advance(self, replica: _Replica) -> None:
-        """The clock to the present. No row ends before it: each end is an event."""
-        if not replica.stopped and replica.decoding:
-            replica.clock += (self.now - replica.time) * self._rate(replica)
-        replica.time = self.now
-
-    def _join(self, replica: _Replica) -> None:
-        costs, budget = self.costs, self.setup.budget
-        while replica.waiting and len(replica.decoding) < self.setup.max_rows:
-            row = group, place, begun = replica.waiting.popleft()
-            if not begun:
-                group.versions[place] = replica.version
-            length = group.lengths[place]
-            until = min(length, begun + budget) if budget else length
-            start = replica.clock + (costs.prompt_tokens + begun) / costs.prefill_rate * costs.row_rate
-            replica.joined += 1
-            entry = (start + until - begun, replica.joined, row, until, start)
-            heapq.heappush(replica.decoding, entry)
-
     def _arm(self, replica: _Replica) -> None:
         replica.stamp += 1
         if replica.decoding and not replica.stopped:
-            end = self.now + max(0.0, replica.decoding[0][0] - replica.clock) / self._rate(replica)
+            end = self.now + max(0.0, replica.decoding[0][0] - replica.clock) / self._rates[len(replica.decoding)]
             self._at(end, self._end_row, replica, replica.stamp)
 
     def _end_row(self, replica: _Replica, stamp: int) -> None:
@@ -257,7 +267,7 @@ class Simulator:
             replica.clock, replica.time = end, self.now
             replica.held -= 1
             if replica.waiting:
-                self._join(replica)
+                replica.join(self.setup, self.costs)
             if until < group.lengths[place]:
                 self._parked.append((group, place, until))
             else:
@@ -270,7 +280,7 @@ class Simulator:
             if replica.stopped or not replica.decoding:
                 replica.stamp += 1
                 return
-            following = self.now + max(0.0, replica.decoding[0][0] - replica.clock) / self._rate(replica)
+            following = self.now + max(0.0, replica.decoding[0][0] - replica.clock) / self._rates[len(replica.decoding)]
             if self._events and self._events[0][0] <= following:
                 self._arm(replica)
                 return
@@ -353,7 +363,7 @@ class Simulator:
             self._set_stopped(replica, stopped)
 
     def _set_stopped(self, replica: _Replica, stopped: bool) -> None:
-        self._advance(replica)
+        replica.advance(self.now, self._rates)
         replica.stopped = stopped
         self._arm(replica)
 
@@ -378,7 +388,8 @@ class Simulator:
 
     def _swapped(self, replica: _Replica, version: int) -> None:
         if self.setup.cut:
-            self._park(replica)
+            self._parked.extend(replica.park())
+            replica.join(self.setup, self.costs)
         replica.version, replica.taking = max(replica.version, version), False
         self._swapping -= 1
         self._set_stopped(replica, replica.gone or (self.setup.colocated and self._training))
@@ -386,28 +397,13 @@ class Simulator:
         self._claim(replica)
         self._take(replica)
 
-    def _park(self, replica: _Replica) -> None:
-        """Rows with a token of this visit leave; the others stay."""
-        staying = []
-        for entry in replica.decoding:
-            _, _, (group, place, begun), _, start = entry
-            made = int(replica.clock - start + 1e-9)
-            if made > 0:
-                self._parked.append((group, place, begun + made))
-                replica.held -= 1
-            else:
-                staying.append(entry)
-        replica.decoding = staying
-        heapq.heapify(replica.decoding)
-        self._join(replica)
-
     def _plan_failure(self, replica: _Replica) -> None:
         if self.setup.failures:
             self._at(self.now + self._random.expovariate(self.setup.failures / 3600), self._fail, replica)
 
     def _fail(self, replica: _Replica) -> None:
         """The replica's rows go back without the tokens of their visits, and it is gone until it has started again."""
-        self._advance(replica)
+        replica.advance(self.now, self._rates)
         for _, _, row, until, start in replica.decoding:
             self.remade_tokens += max(0, min(until - row[2], int(replica.clock - start)))
             self._parked.append(row)

@@ -13,11 +13,11 @@ from orchestration.recipe.planner import prompt_limits
 from orchestration.rewards.pool import droppers
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import terms_of
+from pipeline.pacing import Pacer
 from stages.difficulty import Difficulty
 from stages.external_checks import TERMS
 from stages.flow.catalogue import CREDIT
 from stages.gate import Gate
-from stages.pacing import Pacer
 from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import PromptFormatter
 from stages.prompts.given_responses import GivenResponses

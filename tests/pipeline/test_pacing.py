@@ -12,8 +12,8 @@ from orchestration.run.run import Run
 from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.forecast import Forecast, forecast
 from orchestration.simulation.simulator import Setup
+from pipeline.pacing import MARGIN, STEPS, Pacer
 from pipeline.staleness import StalenessPlan
-from stages.pacing import MARGIN, STEPS, Pacer
 from tests.orchestration.runs import MOCK, complete, recipe
 
 GROUPS, SIZE, ROWS = 16, 4, 32
