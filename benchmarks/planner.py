@@ -1,6 +1,6 @@
 """How well the planner predicts: throughput and staleness of real runs beside what `asyncdock plan run` simulates.
 
-    python benchmarks/planner.py [--step-seconds 2] [--steps 16] [--beside 2] [--only N] [--json FILE]
+    python benchmarks/planner.py [--step-seconds 2] [--steps 16] [--beside 2] [--match TEXT] [--json FILE]
     python benchmarks/planner.py --real [--steps 24] [--json FILE]
     python benchmarks/planner.py --speed
 
@@ -73,20 +73,30 @@ class Row:
 
 
 def mock_grid(step_seconds: float, steps: int) -> Iterator[Case]:
-    """64 runs: bounds 0 to 4; balance; spread; replicas that swap quickly or slowly; windows."""
+    """70 runs: bounds 0 to 4; balance; spread; replicas that swap quickly or slowly; windows; budgets; groups that enter
+    late."""
     plain = Workload(step_seconds=step_seconds, steps=steps)
+
+    def case(
+        name: str, work: Workload, bound: int, *changes: str, rolling: bool = True, admission: str = "eager"
+    ) -> Case:
+        return Case(name, _with(work.recipe(bound, rolling), f"pipeline.admission={admission}", *changes))
+
     for bound, balance, sigma in itertools.product((0, 1, 2, 4), (0.5, 0.8, 1.0, 1.5), (0.3, 1.0)):
         work = replace(plain, balance=balance, sigma=sigma)
-        yield Case(f"eta {bound}, balance {balance}, sigma {sigma}", work.recipe(bound))
+        yield case(f"eta {bound}, balance {balance}, sigma {sigma}", work, bound)
     for bound, replicas, share, rolling in itertools.product((1, 2), (2, 4), (0.02, 0.1), (True, False)):
         work = replace(plain, replicas=replicas, swap_share=share)
         manner = "rolling" if rolling else "together"
-        yield Case(f"eta {bound}, {replicas} replicas, swaps {share}, {manner}", work.recipe(bound, rolling))
+        yield case(f"eta {bound}, {replicas} replicas, swaps {share}, {manner}", work, bound, rolling=rolling)
     for bound, window, balance in itertools.product((2, 3), (8, 32), (0.8, 1.0)):
-        recipe = replace(plain, balance=balance).recipe(bound)
-        yield Case(f"eta {bound}, window {window}, balance {balance}", _with(recipe, f"pipeline.window={window}"))
+        work = replace(plain, balance=balance)
+        yield case(f"eta {bound}, window {window}, balance {balance}", work, bound, f"pipeline.window={window}")
     for bound, budget in itertools.product((1, 2, 3, 4), (32, 96)):
-        yield Case(f"eta {bound}, budget {budget}", _with(plain.recipe(bound), f"rollout.budget={budget}"))
+        yield case(f"eta {bound}, budget {budget}", plain, bound, f"rollout.budget={budget}")
+    for bound, balance in itertools.product((2, 4), (0.8, 1.5, 2.5)):
+        work = replace(plain, balance=balance, sigma=0.3)
+        yield case(f"eta {bound}, balance {balance}, paced", work, bound, admission="paced")
 
 
 def real_grid(steps: int) -> Iterator[Case]:
@@ -204,7 +214,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--beside", type=int, default=2, help="runs at a time")
-    parser.add_argument("--only", type=int, default=0, metavar="N", help="every N-th run of the grid")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only the runs whose names have it")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -216,7 +226,7 @@ def main() -> None:
             print(f"{line['replicas']:6.0f} replicas {line['samples_per_second']:12,.0f} samples/s")
     else:
         grid = real_grid(options.steps) if options.real else mock_grid(options.step_seconds, options.steps)
-        cases = list(grid)[:: options.only or 1]
+        cases = [case for case in grid if options.match in case.name or case.name == REFERENCE]
         with tempfile.TemporaryDirectory(prefix="planner-") as home, closing(ForkServer.start()) as forks:
             path = Path(home)
             work = real_rows(cases, path, forks) if options.real else mock_rows(cases, path, options.beside, forks)
