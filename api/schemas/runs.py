@@ -46,6 +46,7 @@ class RunView(BaseModel):
     steps: int = Field(description="Optimizer steps that the recipe asks for.")
     steps_done: int
     reward: float | None = Field(description="Mean reward of the newest step.")
+    devices: int = Field(1, description="On which its engines compute, if each has its own.")
     recipe: dict[str, Any] = Field(description="As /v1/recipes/schema says, with every default.")
 
 

@@ -17,7 +17,7 @@ import { Samples } from "./samples.js";
 import { Stream } from "../stream.js";
 import { Timeline } from "../charts/timeline.js";
 
-const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span,prompt,alarm";
+const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span,prompt,alarm,forecast";
 const BEFORE = 130; // seconds of the past that the stream begins with, for the timeline and the shares
 const STAGES_SECONDS = 4; // between two looks at gate and ledger
 const WAITING_SECONDS = 3; // between two looks at a run that no agent has taken yet
@@ -266,7 +266,7 @@ export class RunPage {
     say(reward.value, fixed(last?.reward_mean ?? record.reward ?? null, 3));
     say(reward.more, last ? `± ${fixed(last.reward_std, 2)}` : "");
     say(speed.value, count(progress.rate()));
-    say(speed.more, last ? `${count(last.tokens_generated)} generated` : "");
+    say(speed.more, last ? `${count(progress.rate() / record.devices)} a device, ${count(last.tokens_generated)} generated` : "");
     say(staleness.value, last ? fixed(last.staleness_mean, 2) : "–");
     say(staleness.more, `${last ? `max ${number(last.staleness_max)}, ` : ""}bound ${progress.bound ?? "–"}`);
     say(kl.value, number(last?.kl_behaviour, 2));

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -253,7 +254,13 @@ async def _view(service: Service, record: RunRecord) -> RunView:
         steps=int(record.recipe["train"]["steps"]),
         steps_done=step.step + 1 if step else 0,
         reward=step.reward_mean if step else None,
+        devices=_devices(json.dumps(record.recipe)),
     )
+
+
+@functools.lru_cache(1024)
+def _devices(recipe: str) -> int:
+    return Recipe.from_json(recipe.encode()).devices
 
 
 def _workers(status: RunStatus, stage: str) -> Iterator[StageWorker]:
