@@ -25,10 +25,11 @@ from pipeline.events import Event
 from stages.sample_log import FOLDER, read
 
 FEWEST_STEPS = 4
+LAST_BYTES = 64 << 20  # of the file of events
 SAMPLES = 4096  # the newest, whose lengths count
 WAITED = 0.05  # share of the time that the trainer has waited for samples: from here on generation limits the run
 LEAST_BUSY = 0.02  # share of the time that rollout workers are busy, or idle, below which it says nothing of their rate
-FITTED_STEPS = 16  # that a simulated run has, at least
+FITTED_SAMPLES = 200_000  # that are simulated for a fit, about
 WITHIN, HALVINGS = 8.0, 12  # the rate of generation is looked for within this factor, by so many halvings
 
 
@@ -37,8 +38,8 @@ class NotMeasured(ValueError):
 
 
 def recorded_costs(folder: Path) -> tuple[Costs, DrawnLengths]:
-    """Costs and lengths of the run in ``folder``. Raises NotMeasured."""
-    return measured_costs(read_metrics(folder / METRICS), folder)
+    """Costs and lengths of the run in ``folder``, by its newest events. Raises NotMeasured."""
+    return measured_costs(read_metrics(folder / METRICS, LAST_BYTES), folder)
 
 
 def recipe_of(folder: Path) -> Recipe:
@@ -100,7 +101,9 @@ def _fitted(costs: Costs, lengths: DrawnLengths, recipe: Recipe, steps: list[Eve
     which rollout workers are ``busy``; None: in tokens/s."""
     if busy is not None and not LEAST_BUSY < busy < 1 - LEAST_BUSY:
         return costs  # any rate would do
-    margin, setup = margin_of(len(steps)), setup_of(recipe, steps=max(FITTED_STEPS, len(steps)))
+    rows = recipe.train.groups_per_step * recipe.algorithm.group_size
+    simulated = max(6, min(16, FITTED_SAMPLES // (HALVINGS * rows)))
+    margin, setup = margin_of(len(steps)), setup_of(recipe, steps=simulated)
     between = steps[max(1, margin) : len(steps) - margin + 1]
     seconds = between[-1].time - steps[max(1, margin) - 1].time
     wanted = sum(step.data["rows"] * step.data["response_length_mean"] for step in between) / seconds
