@@ -1,4 +1,4 @@
-"""``asyncdock plan run`` and ``asyncdock plan profile``: what a run of a recipe will do, before it runs.
+"""``asyncdock plan run``, ``what-if`` and ``profile``: what a run of a recipe will do, before it runs.
 
 RECIPE ─┬─ costs: a run's folder, or the mock engines' options ─▶ simulation ─▶ throughput, shares, staleness, time
         └─ --search --devices N ─▶ each split and staleness that fits ─▶ ranked, and the best written as a recipe
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from orchestration.simulation.search import Choice, CostsOf
 
 PROFILE_STEPS = 8
+WHAT_IF = {  # numbers of a forecast that are compared, and their forms
+    **{"tokens_per_second": ",.0f", "step_seconds": ".3g", "generation": ".1%", "training": ".1%", "waiting": ".1%"},
+    **{"staleness_mean": ".2f", "staleness_p95": "d", "staleness_max": "d"},
+}
 MOST_CHOICES = 12  # that are printed
 PLOT_WIDTH = 60
 SIGMA = 0.5  # of the logarithm of a length, where none is measured
@@ -121,6 +125,29 @@ def plan_profile(
         from orchestration.run.run import Run
 
         raise typer.Exit(create_and_show(lambda: Run.create(loaded, here / out), forks, json=False, plain=plain))
+
+
+def plan_what_if(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, finished or running.")],
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict what the run in RUN_DIR would do with other keys, by its own costs."""
+    from orchestration.recipe.problems import RecipeError
+    from orchestration.simulation.recorded import NotMeasured
+    from orchestration.simulation.search import what_if
+
+    try:
+        _, now, changed = what_if(folder, set_ or [])
+    except (NotMeasured, RecipeError) as error:
+        refuse(error)
+    if as_json:
+        return print_json({"now": asdict(now), "changed": asdict(changed)})
+    shown = table("", "as it is", " ".join(set_ or ["unchanged"]), right=("as it is",))
+    for name, form in WHAT_IF.items():
+        shown.add_row(name.replace("_", " "), *(format(getattr(one, name), form) for one in (now, changed)))
+    shown.add_row("busiest", now.busiest, changed.busiest)
+    safe_console().print(shown)
 
 
 def _costs(recipe: Recipe, folder: Path | None, hardware: str, response_tokens: float) -> tuple[CostsOf, LengthsOf]:
@@ -265,4 +292,5 @@ def _pareto_plot(runs: list[Choice]) -> str:
 
 def add_plan_commands(app: typer.Typer) -> None:
     app.command("run")(plan_run)
+    app.command("what-if")(plan_what_if)
     app.command("profile")(plan_profile)

@@ -9,6 +9,7 @@ Importing this needs no torch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -77,6 +78,13 @@ class DrawnLengths:
         if chunk not in self._chunks:
             self._chunks[chunk] = self._draw(chunk)
         return self._chunks[chunk][at]
+
+    def of_groups(self, group_size: int) -> DrawnLengths:
+        """The same lengths in groups of another size."""
+        other = copy.copy(self)
+        other.group_size, other._chunks = group_size, {}
+        other._measured = np.array([np.resize(group, group_size) for group in self._measured])
+        return other
 
     def _draw(self, chunk: int) -> list[list[int]]:
         random, shape = np.random.default_rng([self.seed, chunk]), (self.CHUNK, self.group_size)

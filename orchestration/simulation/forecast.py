@@ -17,12 +17,14 @@ SETTLED_STEPS = (
 @dataclass(frozen=True)
 class Forecast:
     """Between the first and last steps of a simulated run. Shares are of that time: ``generation`` in which the replicas'
-    decoding capacity was in use for the tokens trained, ``training`` in which the trainer trained, ``waiting`` in which it
+    decoding capacity was in use for the tokens trained, ``decoding`` (of the whole run) in which a replica has responses
+    to decode, ``training`` in which the trainer trained, ``waiting`` in which it
     waited for samples. Staleness in versions, of a sample. ``seconds``: of the whole run."""
 
     tokens_per_second: float
     step_seconds: float
     generation: float
+    decoding: float
     training: float
     waiting: float
     staleness_mean: float
@@ -61,7 +63,9 @@ def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
 
 def forecast(setup: Setup, costs: Costs, lengths: LengthsOf) -> Forecast:
     """Simulate a run. Raises RuntimeError where it would stand still."""
-    return summary(Simulator(setup, costs, lengths).run(), setup, costs)
+    simulator = Simulator(setup, costs, lengths)
+    steps = simulator.run()
+    return summary(steps, setup, costs, sum(replica.busy for replica in simulator.replicas))
 
 
 def margin_of(steps: int) -> int:
@@ -69,8 +73,8 @@ def margin_of(steps: int) -> int:
     return min(SETTLED_STEPS, steps // 4)
 
 
-def summary(steps: list[Step], setup: Setup, costs: Costs) -> Forecast:
-    """What the simulated ``steps`` came to."""
+def summary(steps: list[Step], setup: Setup, costs: Costs, busy: float) -> Forecast:
+    """What the simulated ``steps`` came to. ``busy``: seconds in which replicas decoded, added up."""
     margin = margin_of(len(steps))
     between = steps[margin : len(steps) - margin + 1] if margin else steps
     began = steps[margin - 1].at if margin else 0.0
@@ -86,6 +90,7 @@ def summary(steps: list[Step], setup: Setup, costs: Costs) -> Forecast:
         tokens_per_second=tokens / seconds,
         step_seconds=seconds / len(between),
         generation=tokens / capacity / seconds,
+        decoding=busy / setup.replicas / steps[-1].at,
         training=sum(step.train_seconds for step in between) / seconds,
         waiting=sum(step.waited for step in between) / seconds,
         staleness_mean=sum(age * count for age, count in stale.items()) / rows,

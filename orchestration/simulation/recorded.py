@@ -3,8 +3,8 @@
     steps ──▶ seconds a token trained, seconds between steps        rollout workers ──▶ tokens/s of a response
     swaps ──▶ seconds in which nothing decodes, and beside it       samples ──▶ lengths, by group
 
-Where the trainer has waited for samples, the rate of generation is the one with which the simulated run is as fast as the
-measured one; elsewhere it is read off how many responses the workers held, and how many tokens these became.
+The rate of generation is fitted: where the trainer has waited for samples, the simulated run is as fast with it as the
+measured one; elsewhere its rollout workers are busy for the same share of the time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from pipeline.events import Event
 from stages.sample_log import FOLDER, read
 
 FEWEST_STEPS = 4
+LAST_BYTES = 64 << 20  # of the file of events
 SAMPLES = 4096  # the newest, whose lengths count
 WAITED = 0.05  # share of the time that the trainer has waited for samples: from here on generation limits the run
-WITHIN, HALVINGS = 8.0, 16  # the rate of generation is looked for within this factor, by so many halvings
+LEAST_BUSY = 0.02  # share of the time that rollout workers are busy, or idle, below which it says nothing of their rate
+FITTED_SAMPLES = 200_000  # that are simulated for a fit, about
+WITHIN, HALVINGS = 8.0, 12  # the rate of generation is looked for within this factor, by so many halvings
 
 
 class NotMeasured(ValueError):
@@ -35,8 +38,8 @@ class NotMeasured(ValueError):
 
 
 def recorded_costs(folder: Path) -> tuple[Costs, DrawnLengths]:
-    """Costs and lengths of the run in ``folder``. Raises NotMeasured."""
-    return measured_costs(read_metrics(folder / METRICS), folder)
+    """Costs and lengths of the run in ``folder``, by its newest events. Raises NotMeasured."""
+    return measured_costs(read_metrics(folder / METRICS, LAST_BYTES), folder)
 
 
 def recipe_of(folder: Path) -> Recipe:
@@ -63,7 +66,7 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
         raise NotMeasured(f"{folder}: {len(steps)} optimizer steps are too few to measure; let it make {FEWEST_STEPS}")
     fed = [step.data["rows"] * step.data["response_length_mean"] for step in steps[1:]]
     by_token, by_step = _line(fed, [step.data["train_seconds"] for step in steps[1:]])
-    row_rate, rows = _decoding(events["stage"], recipe.rollout.max_rows)
+    row_rate, rows, busy = _decoding(events["stage"], recipe.rollout.max_rows)
     swaps = [swap for swap in events["sync"] if swap["worker"].startswith("rollout-") and swap.get("exposed_seconds")]
     reference = [one for one in events["stage"] if one["stage"] == "reference" and one["tokens"] and one.get("busy")]
     between, waited = _between(trainer)
@@ -82,7 +85,7 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
     found = _lengths(folder / FOLDER, steps[0].data["step"])
     found = found or [[round(step.data["response_length_mean"])] for step in steps]
     lengths = DrawnLengths(recipe.algorithm.group_size, recipe.rollout.max_tokens, measured=found, seed=recipe.seed)
-    return (_fitted(costs, lengths, recipe, steps) if waited > WAITED else costs), lengths
+    return _fitted(costs, lengths, recipe, steps, None if waited > WAITED else busy), lengths
 
 
 def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:
@@ -93,16 +96,22 @@ def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:
     return list(by_group.values())
 
 
-def _fitted(costs: Costs, lengths: DrawnLengths, recipe: Recipe, steps: list[Event]) -> Costs:
-    """``costs`` with the rate of generation at which the simulated run trains as many tokens/s as the measured one."""
-    margin, setup = margin_of(len(steps)), setup_of(recipe, steps=len(steps))
+def _fitted(costs: Costs, lengths: DrawnLengths, recipe: Recipe, steps: list[Event], busy: float | None) -> Costs:
+    """``costs`` with the rate of generation with which the simulated run is as the measured one: in the share of time in
+    which rollout workers are ``busy``; None: in tokens/s."""
+    if busy is not None and not LEAST_BUSY < busy < 1 - LEAST_BUSY:
+        return costs  # any rate would do
+    rows = recipe.train.groups_per_step * recipe.algorithm.group_size
+    simulated = max(6, min(16, FITTED_SAMPLES // (HALVINGS * rows)))
+    margin, setup = margin_of(len(steps)), setup_of(recipe, steps=simulated)
     between = steps[max(1, margin) : len(steps) - margin + 1]
     seconds = between[-1].time - steps[max(1, margin) - 1].time
     wanted = sum(step.data["rows"] * step.data["response_length_mean"] for step in between) / seconds
     slow, fast = costs.row_rate / WITHIN, costs.row_rate * WITHIN
     for _ in range(HALVINGS):
         middle = (slow * fast) ** 0.5
-        if forecast(setup, replace(costs, row_rate=middle), lengths).tokens_per_second < wanted:
+        found = forecast(setup, replace(costs, row_rate=middle), lengths)
+        if found.tokens_per_second < wanted if busy is None else found.decoding > busy:
             slow = middle
         else:
             fast = middle
@@ -131,11 +140,11 @@ def _between(trainer: list[tuple[float, ...]]) -> tuple[float, float]:
     return max(0.0, turn / steps), waited / wall
 
 
-def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, float]:
+def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, float, float]:
     """Tokens/s of one response, over the time that responses were held by a rollout worker, of which ``max_rows`` decode;
-    and how many of them did when it was nearly full. Where none was held at any report, half of ``max_rows`` were while the
-    worker was busy."""
-    decoding, row_seconds, tokens, busy = list[float](), 0.0, 0, 0.0
+    how many of them did when it was nearly full; and the share of the time that the workers were busy. Where none was held
+    at any report, half of ``max_rows`` were while the worker was busy."""
+    decoding, row_seconds, tokens, busy, wall = list[float](), 0.0, 0, 0.0, 0.0
     before = dict[str, Mapping[str, Any]]()
     for now in stages:
         if now["stage"] != "rollout":
@@ -147,6 +156,7 @@ def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, fl
             row_seconds += held * (now["wall"] - last["wall"])
             tokens += now["tokens"] - last["tokens"]
             busy += now["busy"] - last["busy"]
+            wall += now["wall"] - last["wall"]
         before[now["worker"]] = now
     if not row_seconds:
         decoding, row_seconds = [max_rows], busy * max_rows / 2
@@ -154,4 +164,4 @@ def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, fl
         raise NotMeasured(
             "the run has no rollout worker that reported tokens; give a run that has generated its responses"
         )
-    return tokens / row_seconds, max(1.0, sorted(decoding)[int(0.9 * (len(decoding) - 1))])
+    return tokens / row_seconds, max(1.0, sorted(decoding)[int(0.9 * (len(decoding) - 1))]), busy / wall

@@ -1,4 +1,5 @@
-"""Which split of devices and which staleness: every choice that fits is simulated, and the rest is ranked.
+"""Which split of devices and which staleness: every choice that fits is simulated, and the rest is ranked. And what a run
+would do with other keys.
 
     devices ──▶ rollout workers × ranks of training (× reference) ──┐
     staleness 0 … 8 ────────────────────────────────────────────────┴▶ check ─▶ memory ─▶ simulate ─▶ rank, Pareto
@@ -13,14 +14,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from orchestration.recipe.load import compare_recipe
 from orchestration.recipe.planner import arena_bytes, memory_of
-from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.problems import Problem, RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs, LengthsOf
 from orchestration.simulation.forecast import Forecast, forecast, setup_of
+from orchestration.simulation.recorded import recipe_of, recorded_costs
 
+SIMULATED = (  # keys of a recipe whose effect is simulated
+    *("pipeline.staleness", "pipeline.window", "pipeline.admission", "train.groups_per_step", "algorithm.group_size"),
+    *("rollout.workers", "rollout.max_rows", "rollout.budget", "rollout.on_update", "train.dp", "train.tp"),
+    *("sync.rolling", "sync.at_once"),
+)
 BOUNDS = (0, 1, 2, 3, 4, 8)
 SAMPLES = 1_000_000  # that a search simulates, at most: some seconds
 ROOM = 1 << 40  # bytes of an arena that has room for any run
@@ -45,6 +53,25 @@ CostsOf = Callable[[Recipe], Costs]
 def scaled(costs: Costs, ranks: int) -> CostsOf:
     """``costs`` measured with training on ``ranks`` ranks, for recipes with other numbers of them."""
     return lambda recipe: replace(costs, token_seconds=costs.token_seconds * ranks / recipe.train.ranks)
+
+
+def what_if(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, Forecast, Forecast]:
+    """The recipe of the run in ``folder`` with ``overrides`` (``KEY=VALUE``, of :data:`SIMULATED`), and by the run's own
+    costs a forecast of it as it is and of the changed one. Raises NotMeasured and RecipeError."""
+    recipe = recipe_of(folder)
+    given = [(key.strip(), value) for key, _, value in (override.partition("=") for override in overrides)]
+    fix = f"use some of {', '.join(SIMULATED)}"
+    if other := [Problem(key, value, "is not simulated", fix) for key, value in given if key not in SIMULATED]:
+        raise RecipeError(recipe.name, other)
+    changed = compare_recipe(recipe, overrides)
+    costs, lengths = recorded_costs(folder)
+    of, found = scaled(costs, recipe.train.ranks), []
+    for one in (recipe, changed):
+        rows = one.train.groups_per_step * one.algorithm.group_size
+        drawn = lengths.of_groups(one.algorithm.group_size)
+        steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (10 * rows)))
+        found.append(forecast(setup_of(one, steps=steps), of(one), drawn))
+    return changed, found[0], found[1]
 
 
 def search(

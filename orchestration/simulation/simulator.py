@@ -92,15 +92,16 @@ class _Replica:
         self.decoding: list[
             tuple[float, int, _Row, int, float]
         ] = []  # end, order, row, tokens then, clock at its start
-        self.clock = self.time = 0.0
+        self.clock = self.time = self.busy = 0.0  # ``busy``: seconds with rows that decode
         self.joined = self.stamp = 0
         self.stopped = self.taking = self.gone = False
         self.claimed = False  # it has had its first claim
 
     def advance(self, now: float, rates: Sequence[float]) -> None:
         """The clock to ``now``. No row ends before it: each end is an event."""
-        if not self.stopped and self.decoding:
-            self.clock += (now - self.time) * rates[len(self.decoding)]
+        if self.decoding:
+            self.busy += now - self.time
+            self.clock += 0.0 if self.stopped else (now - self.time) * rates[len(self.decoding)]
         self.time = now
 
     def join(self, setup: Setup, costs: Costs) -> None:
@@ -264,6 +265,7 @@ class Simulator:
             return
         while True:
             end, _, (group, place, _), until, _ = heapq.heappop(replica.decoding)
+            replica.busy += self.now - replica.time
             replica.clock, replica.time = end, self.now
             replica.held -= 1
             if replica.waiting:

@@ -6,7 +6,7 @@
  */
 
 import { Chart, smooth } from "../charts/charts.js";
-import { Alarms, Checkpoints, Logs, RecipeView, Workers } from "./details.js";
+import { Alarms, Checkpoints, Logs, RecipeView, WhatIf, Workers } from "./details.js";
 import { confirmed, numbered } from "../dialog.js";
 import { announce, element, paced, say } from "../element.js";
 import { count, duration, fixed, number, percent } from "../format.js";
@@ -179,6 +179,7 @@ export class RunPage {
       alarms: ["Alarms", new Alarms()],
       checkpoints: ["Checkpoints", new Checkpoints(this.service, this.id)],
       logs: ["Logs", this.logs],
+      "what-if": ["What if", new WhatIf(this.service, this.id, this.progress.recipe)],
       recipe: ["Recipe", new RecipeView(this.progress.recipe)],
     };
     const names = Object.keys(this.views);

@@ -30,7 +30,7 @@ BALANCED: dict[str, Any] = {  # generation and training need 0.3 s each; the lon
 
 
 def found(tokens_per_second: float, generation: float, training: float) -> Forecast:
-    return Forecast(tokens_per_second, 1.0, generation, training, 0.0, 1.0, 1, 1, 100.0)
+    return Forecast(tokens_per_second, 1.0, generation, generation, training, 0.0, 1.0, 1, 1, 100.0)
 
 
 def test_the_smallest_bound_that_holds_or_is_as_fast_as_the_fastest() -> None:

@@ -46,6 +46,18 @@ async def test_costs_of_a_run_that_waits_for_generation(tmp_path: Path) -> None:
     assert found.tokens_per_second == pytest.approx(tokens / (steps[6].time - steps[1].time), rel=0.1)
 
 
+async def test_costs_of_a_run_that_waits_for_training(tmp_path: Path) -> None:
+    """Generation is busy for half of the time: its rate is the one with which the simulated run's is too."""
+    slow = {**SLOW, "train__mock": {"step_seconds": 1.2, "token_seconds": 0.0}, "train__steps": 10}
+    of = recipe(MOCK, **slow, pipeline__staleness=2)
+    events = await executed(of, tmp_path / "run")
+    costs, lengths = measured_costs(events, tmp_path / "run")
+    assert costs.row_rate == pytest.approx(mock_costs(of).row_rate, rel=0.3)
+    found = forecast(setup_of(of), costs, lengths)
+    assert found.busiest == "training"
+    assert found.step_seconds == pytest.approx(1.25, rel=0.1)
+
+
 def test_what_is_lacking_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotMeasured, match=r"holds no recipe\.json; give the folder of a run"):
         recorded_costs(tmp_path)
