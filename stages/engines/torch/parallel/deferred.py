@@ -32,7 +32,7 @@ class DeferredGradients:
         for layer in layers:
             for module in layer.modules():
                 if isinstance(module, nn.Linear):
-                    module.forward = partial(_forward, module, self._now)
+                    module.forward = partial(_forward, module, self._now)  # type: ignore[method-assign]
                 if hasattr(module, "set_requires_gradient_sync"):
                     module.set_requires_gradient_sync(False, recurse=False)
 
