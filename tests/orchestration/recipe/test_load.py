@@ -141,6 +141,7 @@ FAULTS = [
     ("train.vpp=2", "train.vpp", "set train.vpp = 1, or train.pp = 2"),
     ("train.cp=3", "train.cp", "use one of: 1, 2, or set train.context_parallel = 'ring'"),
     ("train.context_parallel=rings", "train.context_parallel", "did you mean 'ring'?"),
+    ("train.context_parallel=ring", "train.context_parallel", "set train.cp = 2 or more, or remove it"),
     ("train.ep=2", "train.ep", "set train.ep = 1"),
     ("nonsense", "--set", "train.steps=10"),
     ("train.steps.more=1", "--set", "section"),
