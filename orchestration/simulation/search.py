@@ -93,6 +93,8 @@ def search(
             f"--devices: {devices} is too few; rollout, training and a reference of its own take a device each, here "
             f"{devices - others + 2}"
         )
+    if recipe.pipeline.staleness_min:  # each choice has a bound of its own
+        recipe = compare_recipe(recipe, ["pipeline.staleness_min=0"])
     wanted = list(_changes(recipe, others, bounds, tensor_parallel or (recipe.train.tp,)))
     rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (len(wanted) * rows)))

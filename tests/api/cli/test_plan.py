@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli import main as cli
+from orchestration.simulation.search import BOUNDS
 
 runner = CliRunner()
 
@@ -59,6 +60,9 @@ def test_a_search_ranks_the_splits_and_writes_the_best(tmp_path: Path) -> None:
     _, text, _ = plan("run", "mock", "--search", "--devices", "5")
     assert "choices cannot run; the first: rollout.workers=3 train.dp=2" in text
     assert "staleness\n" in text
+    code, out, _ = plan("run", "mock", "--set", "pipeline.staleness=auto", "--search", "--devices", "3", "--json")
+    assert code == 0
+    assert len([one for one in json.loads(out)["choices"] if one["forecast"]]) == len(BOUNDS), "a bound for each choice"
 
 
 @pytest.mark.parametrize(
