@@ -86,6 +86,7 @@ def layouts(draw: st.DrawFn, state: ModelState, world: int | None = None) -> Lay
         sizes[axis] = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
         left //= sizes[axis]
     sizes["dp_replicate"] *= left
+    sizes["vpp"] = draw(st.integers(1, 3)) if sizes["pp"] > 1 else 1
     ep = draw(st.integers(1, 6)) if experts else 1
     etp = draw(st.sampled_from([None, 1, 2]))
     order = draw(st.sampled_from(["inner", "outer"]))
