@@ -87,13 +87,16 @@ def finite(value: Any) -> Any:
     return value
 
 
-def read_metrics(path: Path) -> Iterator[Event]:
-    """The events of ``path``; a last line that a kill cut short is left out."""
+def read_metrics(path: Path, last_bytes: int = 0) -> Iterator[Event]:
+    """The events of ``path``, or those in its last bytes; a last line that a kill cut short is left out."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
+        if last_bytes and (size := path.stat().st_size) > last_bytes:
+            lines.seek(size - last_bytes)
+            lines.readline()
         for line in lines:
-            if line.endswith("\n"):
+            if line.endswith(b"\n"):
                 yield Event(**json.loads(line))
 
 

@@ -16,7 +16,19 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, dataclass_transform
 
 Kind = Literal[
-    "state", "step", "evaluation", "ledger", "stage", "span", "sync", "turn", "checkpoint", "worker", "prompt", "alarm"
+    "state",
+    "step",
+    "evaluation",
+    "ledger",
+    "stage",
+    "span",
+    "sync",
+    "turn",
+    "checkpoint",
+    "worker",
+    "prompt",
+    "alarm",
+    "forecast",
 ]
 RunState = Literal["created", "starting", "running", "paused", "stopping", "stopped", "finished", "failed"]
 ENDED: tuple[RunState, ...] = ("finished", "stopped", "failed")
@@ -111,6 +123,8 @@ class StepEvent(EventData, kind="step"):
     tokens_filtered: Annotated[int, Doc("Since the run's beginning.")]
     seconds: Seconds = None
     train_seconds: Seconds = None
+    predicted_seconds: Annotated[Number, Doc("Seconds that a simulation with the costs of earlier steps says.")] = None
+    predicted_staleness: Annotated[Number, Doc("Mean staleness that it says, in versions.")] = None
     skipped: Annotated[str, Doc("Why no step was taken: its loss or gradient was not finite. The weights stay.")] = ""
     metrics: Mapping[str, Number] = field(default_factory=dict)  # sent beside the fields above
 
@@ -279,6 +293,22 @@ class PromptEvent(EventData, kind="prompt"):
     epochs: Annotated[Mapping[str, int], Doc("The epoch that each source is in, from 1, by its key in the recipe.")] = (
         field(default_factory=dict)
     )
+
+
+class ForecastEvent(EventData, kind="forecast"):
+    """What the next steps will take, by a simulation with the costs of the last ones; and the staleness bound that this asks
+    for, where the run decides it."""
+
+    step: Annotated[int, Doc("From 0: the first one that it is about.")]
+    step_seconds: Seconds
+    tokens_per_second: Annotated[Number, Doc("Response tokens trained.")]
+    generation: Annotated[Number, Doc("Share of time in which the rollouts' decoding capacity is in use.")]
+    training: Annotated[Number, Doc("Share of time in which the trainer trains.")]
+    staleness_mean: Annotated[Number, Doc("Versions.")]
+    bound: Annotated[int, Doc("Staleness bound in use from now on, in versions.")]
+    before: Annotated[int, Doc("Staleness bound until now.")]
+    drift: Annotated[Number, Doc("Seconds of the last steps over those that were forecast, less 1.")] = None
+    reason: Annotated[str, Doc("A drift or a change of the bound, in words; empty where there is neither.")] = ""
 
 
 class AlarmEvent(EventData, kind="alarm"):

@@ -1,6 +1,7 @@
 """The gate: where prompts enter. It holds the staleness bound by pacing, so that no sample has ever to be dropped.
 
-    published version v ──▶ admit every group below (v + S + 1)·P at once ──▶ sleep until a version is published ──▶ …
+    published version v ──▶ admit groups below (v + S + 1)·P ──▶ sleep until a version is published, or more are due
+                              ├ at once, or as late as the trainer allows (pipeline/pacing.py)
                               └ as far as there are prompts, when they come from outside
 
 Which prompt a group gets is a pure function of its number, so a lost group, or a resumed run, asks for the same again. With
@@ -10,12 +11,14 @@ Which prompt a group gets is a pure function of its number, so a lost group, or 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 
 import structlog
 
 from pipeline.events import PromptEvent
-from pipeline.index.client import Index
+from pipeline.index.client import Index, RunStatus
+from pipeline.pacing import Pacer
 from pipeline.warehouse.dock import Dock
 from stages.difficulty import Difficulty, IndexedDifficulty
 from stages.prompts.external import ExternalPrompts
@@ -29,7 +32,7 @@ WAIT_SECONDS = 10.0
 
 class Gate:
     """Admits the groups of ``steps`` optimizer steps of P groups each, ``group_size`` samples a group, as the index's gate
-    allows; a group that was filtered out is replaced by one more."""
+    allows and no earlier than ``pacer`` says; a group that was filtered out is replaced by one more."""
 
     def __init__(
         self,
@@ -40,8 +43,9 @@ class Gate:
         steps: int,
         groups_per_step: int,
         difficulty: Difficulty | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
-        self.dock, self.source = dock, source
+        self.dock, self.source, self._pacer = dock, source, pacer
         self._chosen = None if difficulty is None else IndexedDifficulty(dock.index, difficulty)
         self.group_size, self.steps, self.groups = group_size, steps, steps * groups_per_step
         self.stopping = self.paused = False
@@ -54,7 +58,7 @@ class Gate:
         await self._report_too_long()
         while not self.stopping:
             status = await index.status()
-            limit = min(status.gate, self.groups + status.filtered)
+            limit = min(status.gate, self.groups + status.filtered, await self._due(status))
             numbers = [*sorted(status.remake), *range(status.admitted, limit)]
             if isinstance(self.source, ExternalPrompts) and (available := self.source.available) is not None:
                 numbers = [number for number in numbers if number < available]
@@ -63,7 +67,15 @@ class Gate:
             elif status.trained >= self.steps:
                 return
             else:
-                await index.wait("version", status.wait, WAIT_SECONDS)
+                await index.wait("version", status.wait, self._pacer.look() if self._pacer else WAIT_SECONDS)
+
+    async def _due(self, status: RunStatus) -> int:
+        """The number below which groups are due."""
+        if self._pacer is None:
+            return status.gate
+        now, (admitted, done) = time.monotonic(), await self.dock.index.progress()
+        self._pacer.see(now, status.published, admitted, done)
+        return self._pacer.limit(now) + status.filtered
 
     async def _admit(self, numbers: Sequence[int], admitted: int) -> None:
         if self._chosen is None:

@@ -124,7 +124,8 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
     from orchestration.events_file import METRICS, MetricsFile
     from pipeline.events import Event
 
-    progress = Progress(run.recipe.name, run.recipe.train.steps, run.recipe.pipeline.staleness)
+    of = run.recipe
+    progress = Progress(of.name, of.train.steps, of.pipeline.staleness, of.devices)
     with contextlib.ExitStack() as stack:
         show, say = stack.enter_context(viewing(progress, console, json=json, plain=plain))
         # After the view has begun: a live view prints standard error above itself.

@@ -36,6 +36,7 @@ from api.cli.local_run import create_and_show, fork_server, new_folder, original
 from api.cli.options import EventsOption, JsonOption, PlainOption, SetOption
 from api.cli.output import print_json, refuse
 from api.cli.pairs import pairs_command
+from api.cli.plan import add_plan_commands
 from api.cli.recipe_files import RecipeArgument, description, find, load, stored
 from api.cli.service.agent import agent_command, host_command
 from api.cli.service.deploy import deploy_command
@@ -56,7 +57,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its panels cut long messages
 )
-plan_app = typer.Typer(help="Derive what a run would do, without running anything.", no_args_is_help=True)
+plan_app = typer.Typer(help="Predict what a run would do, and plan its swaps.", no_args_is_help=True)
 
 
 @app.callback(invoke_without_command=True)
@@ -230,6 +231,7 @@ app.add_typer(dock_app, name="dock")
 app.add_typer(runs_app, name="runs")
 app.add_typer(token_app, name="token")
 app.command("serve")(serve_command)
+add_plan_commands(plan_app)
 app.add_typer(plan_app, name="plan")
 app.command("why")(why_command)
 app.command()(login)

@@ -43,6 +43,7 @@ from api.schemas.runs import (
     StagesView,
     StoredRecipe,
     WaitingView,
+    WhatIfView,
 )
 from pipeline.events import ENDED, Event, order
 
@@ -128,6 +129,10 @@ class Client(Transport):
     async def scale(self, run: str, rollout: int) -> RunView:
         """Ask for ``rollout`` rollout workers. Returns at once: they start and leave while the run goes on."""
         return await self._post(RunView, self._run(run, "scale"), {"rollout": rollout})
+
+    async def what_if(self, run: str, overrides: Mapping[str, object]) -> WhatIfView:
+        """Simulate the run with its own measured costs, as it is and with ``overrides`` of its recipe (dotted keys)."""
+        return await self._post(WhatIfView, self._run(run, "what-if"), {"overrides": dict(overrides)})
 
     async def delete(self, run: str) -> None:
         """Remove an ended run, its data and its files."""

@@ -70,6 +70,7 @@ export class Progress {
     this.swapped = null;
     this.restarts = 0;
     this.notes = [];
+    this.forecast = null; // of the next steps, the newest
     this.alarms = []; // of the guard, the oldest first
     this.heard = 0; // Unix seconds of the last event
     this.received = 0; // and of its arrival: the stream begins in the past
@@ -129,6 +130,7 @@ export class Progress {
     else if (kind === "span") this.span(data);
     else if (kind === "worker") this.change(data);
     else if (kind === "alarm") this.alarm(data);
+    else if (kind === "forecast") this.forecast = data;
     else if (kind === "prompt" && data.change === "epoch") this.epochs = data.epochs;
     else if (kind === "state") {
       this.state = data.state;
@@ -297,6 +299,7 @@ export class Progress {
         }
       }
     }
+    if (this.forecast?.reason) watch(`From step ${this.forecast.step + 1}: ${this.forecast.reason}.`);
     for (const alarm of this.alarms.slice(-3).reverse()) watch(`Alarm at step ${alarm.step + 1}: ${alarm.reason}.`);
     if (this.restarts) watch(`${this.restarts} worker restart${this.restarts > 1 ? "s" : ""}.`);
     return found.sort((a, b) => (a.level === "bad" ? 0 : 1) - (b.level === "bad" ? 0 : 1));

@@ -46,6 +46,7 @@ class RunView(BaseModel):
     steps: int = Field(description="Optimizer steps that the recipe asks for.")
     steps_done: int
     reward: float | None = Field(description="Mean reward of the newest step.")
+    devices: int = Field(1, description="On which its engines compute, if each has its own.")
     recipe: dict[str, Any] = Field(description="As /v1/recipes/schema says, with every default.")
 
 
@@ -102,6 +103,35 @@ class Resumption(Strict):
     """How a run goes on."""
 
     overrides: Overrides = {}
+
+
+class WhatIf(Strict):
+    """Keys of the run's recipe with other values."""
+
+    overrides: Overrides = {}
+
+
+class ForecastView(BaseModel):
+    """What a simulation of a run says. Shares are of the time between its first and last steps; staleness in versions."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    tokens_per_second: float = Field(description="Response tokens trained.")
+    step_seconds: float
+    generation: float = Field(description="Share in which the rollouts' decoding capacity is in use.")
+    training: float = Field(description="Share in which the trainer trains.")
+    waiting: float = Field(description="Share in which the trainer waits for samples.")
+    staleness_mean: float
+    staleness_p95: int
+    staleness_max: int
+    busiest: str = Field(description="The stage that limits the throughput: generation or training.")
+
+
+class WhatIfView(BaseModel):
+    """Both by the costs that the run has measured."""
+
+    now: ForecastView = Field(description="The run as it is.")
+    changed: ForecastView = Field(description="The run with the keys that were given.")
 
 
 class Scaling(Strict):

@@ -12,13 +12,14 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-from api.telemetry.totals import RunTotals
+from api.telemetry.totals import RunTotals, shares
 from pipeline.events import (
     ENDED,
     AlarmEvent,
     EvaluationEvent,
     Event,
     EventData,
+    ForecastEvent,
     PromptEvent,
     StateEvent,
     StepEvent,
@@ -43,12 +44,13 @@ class Made:
 
 
 class Progress(RunTotals):
-    """A run of ``steps`` steps with the staleness bound ``bound``. Times in Unix seconds: ``began`` of the first event,
-    ``running`` of the first event of training, ``stepped`` of the last step, ``now`` of the last event."""
+    """A run of ``steps`` steps with the staleness bound ``bound`` on ``devices`` devices. Times in Unix seconds: ``began``
+    of the first event, ``running`` of the first event of training, ``stepped`` of the last step, ``now`` of the last
+    event."""
 
-    def __init__(self, name: str, steps: int, bound: int) -> None:
+    def __init__(self, name: str, steps: int, bound: int, devices: int = 1) -> None:
         super().__init__()
-        self.name, self.steps, self.bound = name, steps, bound
+        self.name, self.steps, self.bound, self.devices = name, steps, bound, devices
         self.began: float | None = None
         self.running: float | None = None
         self.stepped: float | None = None
@@ -56,6 +58,7 @@ class Progress(RunTotals):
         self.made: dict[int, Made] = {}  # by step; a replayed step stands once
         self.last: StepEvent | None = None
         self.evaluations: dict[int, EvaluationEvent] = {}  # by policy version; the first and the last with samples
+        self.forecast: ForecastEvent | None = None  # the newest
         self.messages: deque[str] = deque(maxlen=MESSAGES)
 
     def apply(self, event: Event) -> EventData | None:
@@ -83,6 +86,10 @@ class Progress(RunTotals):
                 self.messages.append(f"{data.worker} {data.change}")
             case AlarmEvent():
                 self.messages.append(f"alarm at step {data.step + 1}: {data.reason}. {data.look}")
+            case ForecastEvent():
+                self.forecast = data
+                if data.reason:
+                    self.messages.append(f"from step {data.step + 1}: {data.reason}")
             case PromptEvent(change="too long"):
                 self.messages.append(data.reason)
         return data
@@ -133,6 +140,17 @@ class Progress(RunTotals):
         if not recent or self.running is None or self.stepped is None or self.stepped <= self.running:
             return None
         return float(recent[-1].tokens_generated / (self.stepped - self.running))
+
+    def busiest(self, *, recent: bool = True) -> tuple[str, float] | None:
+        """The stage whose workers are busy for the largest share of their time, lately or in the whole run, and that share.
+        None before any time has passed."""
+        by_stage = dict[str, list[float]]()
+        for worker in self.workers.values():
+            spent = worker.recent if recent else worker.totals
+            if spent["wall"] > 0:
+                by_stage.setdefault(worker.latest.stage, []).append(shares(spent)["busy"])
+        found = {stage: statistics.fmean(each) for stage, each in by_stage.items()}
+        return max(found.items(), key=lambda one: one[1]) if found else None
 
     def rewards(self) -> list[float]:
         """Mean rewards by step; NaN where one was not finite."""

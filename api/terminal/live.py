@@ -172,7 +172,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
         ("effective", Text(f"{_percent(measured.get('ess'))} of tokens   lr {rate}")),
     ]
     right = [
-        ("tokens/s", Text(number(progress.tokens_per_second, ",.0f"), style="bold")),
+        ("tokens/s", _speed(progress, width)),
         ("tokens", _tokens(step)),
         ("staleness", _staleness(progress)),
         ("weights", _weights(progress, width)),
@@ -198,6 +198,17 @@ def _held_out(progress: Progress) -> Text:
         text.append(" → ")
         text.append(number(progress.evaluations[last].reward_mean, ".3f"), style="bold")
     return text.append(f"  v{last} greedy", style="dim")
+
+
+def _speed(progress: Progress, width: int) -> Text:
+    """Of the run and of each device, and the stage that sets the pace."""
+    rate = progress.tokens_per_second
+    text = Text(number(rate, ",.0f"), style="bold")
+    if rate is not None:
+        text.append(f"  {number(rate / progress.devices, ',.0f')} a device", style="not bold")
+    if width >= WIDE and (found := progress.busiest()):
+        text.append(f"  {found[0]} busy {_percent(found[1])}", style="not bold dim")
+    return text
 
 
 def _staleness(progress: Progress) -> Text:

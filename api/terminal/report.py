@@ -50,7 +50,7 @@ class Report:
 def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: Path | None, saved: int = 0) -> Report:
     """Make the summary, the plot and the samples of the run in ``out_dir`` from its metrics. ``seconds`` is how long it
     took, ``checkpoint`` the model that it made, ``saved`` the steps that its newest checkpoint holds."""
-    progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness)
+    progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness, recipe.devices)
     for event in read_metrics(out_dir / METRICS):
         progress.apply(event)
     summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
@@ -103,6 +103,8 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
     history = progress.history
     stepping = sum(progress.step_seconds)
     generated = last.tokens_generated - history[0].tokens_generated if last else 0
+    speed = generated / stepping if stepping > 0 and generated > 0 else progress.tokens_per_second
+    stage, share = progress.busiest(recent=False) or (None, None)
     return {
         "name": progress.name,
         "state": progress.state,
@@ -128,7 +130,11 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "tokens_generated": last.tokens_generated if last else 0,
         "tokens_trained": last.tokens_trained if last else 0,
         "tokens_filtered": last.tokens_filtered if last else 0,
-        "tokens_per_second": generated / stepping if stepping > 0 and generated > 0 else progress.tokens_per_second,
+        "tokens_per_second": speed,
+        "devices": progress.devices,
+        "tokens_per_second_per_device": None if speed is None else speed / progress.devices,
+        "busiest_stage": stage,
+        "busiest_share": share,
         "staleness_mean": _mean([step.staleness_mean or 0.0 for step in history]),
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
@@ -169,8 +175,9 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("reward", f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} steps)"),
         ("held out", "" if summary["held_out_first"] is None else f"{before} → {after}  (greedy)"),
         ("evaluation", evaluation_text(summary["evaluation"])),
+        ("speed", speed_text(summary)),
         ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
-        ("tokens", f"{tokens}, {number(summary['tokens_per_second'], ',.0f')} per second"),
+        ("tokens", tokens),
         ("prompts", too_long and f"{too_long} as too long, listed in {TOO_LONG_FILE}"),
         ("epoch", ", ".join(f"{epoch} of {key}" for key, epoch in summary["epochs"].items())),
         ("dropped", dropped),
@@ -182,6 +189,15 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         title=f"{summary['name']}: {summary['state']}",
         title_justify="left",
     )
+
+
+def speed_text(summary: Mapping[str, Any]) -> str:
+    """Tokens/s, of all and of each device, and the stage that sets the pace."""
+    each, devices = number(summary["tokens_per_second_per_device"], ",.0f"), summary["devices"]
+    text = f"{number(summary['tokens_per_second'], ',.0f')} tokens/s, {each} a device ({devices})"
+    if summary["busiest_stage"] is None:
+        return text
+    return f"{text}; {summary['busiest_stage']} busy {100 * summary['busiest_share']:.0f}%"
 
 
 def evaluation_text(cost: Mapping[str, Any]) -> str:

@@ -132,6 +132,14 @@ def change_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     return parse_recipe(data, where=recipe.name, problems=[*problems, *fixed_problems(before, data)])
 
 
+def compare_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """Return ``recipe`` with ``overrides``, of which nothing is executed here: files and machine are not looked at. Raises
+    :class:`RecipeError`."""
+    data = json.loads(recipe.to_json())
+    problems = _override_all(data, overrides)
+    return parse_recipe(data, where=recipe.name, problems=problems, files=False)
+
+
 def fixed_problems(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each key in :data:`FIXED` that differs between two recipes, as nested tables."""
     old, new = dict(_values(before)), dict(_values(after))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
@@ -83,6 +84,17 @@ class Recipe(Section):
         return StalenessPlan(self.pipeline.staleness, self.train.groups_per_step, self.pipeline.window)
 
     @property
+    def first_slack(self) -> int:
+        """The slack that the run begins with: that of the smallest bound, where the run decides."""
+        least = self.pipeline.staleness_min or self.pipeline.staleness
+        return replace(self.staleness_plan, bound=least).slack
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether groups enter as late as keeps the trainer fed. With one step ahead none can be trained any fresher."""
+        return self.pipeline.admission == "paced" and not self.colocated and self.staleness_plan.slack > 1
+
+    @property
     def mixed_precision(self) -> bool:
         """Whether training computes in ``model.dtype`` and keeps float32 master weights."""
         return self.train.precision != "model" and self.model.dtype != "float32"
@@ -109,6 +121,21 @@ class Recipe(Section):
     def replicas(self) -> int:
         """Number of rollout engines."""
         return self.train.ranks if self.colocated else self.rollout.workers
+
+    @property
+    def devices(self) -> int:
+        """How many devices the engines of the run compute on, if each has its own."""
+        if self.colocated:
+            return self.train.ranks
+        return self.rollout.workers + self.train.ranks + (1 if self.reference_is_here else 0)
+
+    @property
+    def swaps_at_once(self) -> int:
+        """How many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a quarter of them. So a
+        version needs about four swaps' time with any number of replicas, and three quarters always generate."""
+        if not self.sync.rolling or self.replicas == 1:
+            return 0
+        return self.sync.at_once or max(1, self.replicas // 4)
 
     @property
     def trains_critic(self) -> bool:

@@ -7,22 +7,29 @@ from __future__ import annotations
 import ssl
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
 from orchestration.recipe.bounds import LARGEST
 from orchestration.recipe.values import (
+    AUTO_STALENESS,
+    DEVICE_MEANING,
+    INDEX_PATTERN,
     Betas,
     Count,
     CountOrZero,
     Device,
     Groups,
+    IndexUrl,
     Seconds,
+    Section,
     Size,
     SizeOrZero,
+    Staleness,
     Steps,
     StepsOrZero,
     Tokens,
     TokensOrZero,
+    auto_staleness,
     size_from,
 )
 from stages.algorithms.policy_gradient.grpo import GRPO
@@ -32,24 +39,6 @@ from stages.engines.registry import BUILT_IN, Side
 from stages.engines.strategies import Strategies
 from stages.flow.catalogue import Truncated
 from stages.json_schema import key, only_where, schema_of, unit
-
-INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
-DEVICE_MEANING = (
-    "`auto`: the accelerator that torch finds, else the CPU. Worker processes share a node's devices out in turn "
-    "(`asyncdock check` shows them); a number fixes one: `cuda:1`. `npu` needs torch_npu."
-)
-
-
-def _index_url(value: object) -> object:
-    if isinstance(value, str) and value != "embedded" and not value.startswith(INDEX_SCHEMES):
-        raise ValueError("not an index; use 'embedded', or a URL that begins with redis://, rediss:// or unix://")
-    return value
-
-
-class Section(BaseModel):
-    """A table of the recipe."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class LoraSection(Section):
@@ -362,21 +351,30 @@ TLS_FILES = ("tls_certificate", "tls_key", "tls_authority")
 class PipelineSection(Section):
     """The sample flow: staleness, memory, index, warehouses."""
 
-    staleness: Annotated[int, Field(ge=0), unit("versions")] = key(
+    staleness: Staleness = key(
         1,
         "Staleness bound (η): versions by which a sample's oldest token may be behind when it is trained. 0: the "
-        "synchronous run, bit for bit.",
+        f"synchronous run, bit for bit. `auto`: {AUTO_STALENESS}, and `staleness_min = 1`.",
     )
+    staleness_min: Annotated[int, Field(ge=0), unit("versions")] = key(
+        0,
+        "If set: the run takes the smallest bound from here to `staleness` that keeps its busiest stage busy, and decides "
+        "again while it runs.",
+    )
+    _auto = model_validator(mode="before")(auto_staleness)
     window: Groups = key(1, "How many groups training may look past the oldest incomplete one (W). 1: admission order.")
+    admission: Literal["paced", "eager"] = key(
+        "paced", "When groups enter: as late as keeps the trainer fed, or as early as the bound allows."
+    )
     arena: Size = key(64 * 2**20, "Shared memory for the samples' bytes, on each node.")
     lease_seconds: Seconds = key(
         60.0, "Time after a worker's last heartbeat until its claim ends and its rows are delivered again."
     )
     keep_samples: SizeOrZero = key(64 * 2**20, "Disk space for the texts of the newest samples. 0: none are kept.")
-    index: Annotated[str, BeforeValidator(_index_url)] = key(
+    index: IndexUrl = key(
         "embedded",
         "`embedded`: a Valkey server of the run's own; or the `redis://`, `rediss://` or `unix://` URL of one.",
-        json_schema_extra={"pattern": f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"},
+        json_schema_extra={"pattern": INDEX_PATTERN},
     )
     index_serve: str = key(
         "",

@@ -1,11 +1,12 @@
-"""Types of the values that a recipe's keys hold: sizes in bytes, counts, durations, devices."""
+"""Types of the values that a recipe's keys hold: sizes in bytes, counts, durations, devices; and the base of its tables."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from orchestration.recipe.bounds import LARGEST
 from stages.device_names import EXAMPLES, PATTERN
@@ -60,3 +61,45 @@ Betas = Annotated[
 ]
 
 Device = Annotated[str, Field(pattern=PATTERN, examples=EXAMPLES)]
+
+INDEX_SCHEMES = ("redis://", "rediss://", "unix://")
+INDEX_PATTERN = f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"
+
+
+def _index_url(value: object) -> object:
+    if isinstance(value, str) and value != "embedded" and not value.startswith(INDEX_SCHEMES):
+        raise ValueError("not an index; use 'embedded', or a URL that begins with redis://, rediss:// or unix://")
+    return value
+
+
+IndexUrl = Annotated[str, BeforeValidator(_index_url)]
+
+AUTO_STALENESS = 4  # the largest bound that `pipeline.staleness = "auto"` allows
+Staleness = Annotated[
+    int,
+    BeforeValidator(
+        lambda value: AUTO_STALENESS if value == "auto" else value,
+        json_schema_input_type=Annotated[int, Field(ge=0)] | Literal["auto"],
+    ),
+    Field(ge=0),
+    unit("versions"),
+]
+
+
+def auto_staleness(pipeline: object) -> object:
+    """What `staleness = "auto"` says of the section's other keys."""
+    if isinstance(pipeline, Mapping) and pipeline.get("staleness") == "auto":
+        return {"staleness_min": 1, **pipeline}
+    return pipeline
+
+
+DEVICE_MEANING = (
+    "`auto`: the accelerator that torch finds, else the CPU. Worker processes share a node's devices out in turn "
+    "(`asyncdock check` shows them); a number fixes one: `cuda:1`. `npu` needs torch_npu."
+)
+
+
+class Section(BaseModel):
+    """A table of the recipe."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

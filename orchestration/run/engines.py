@@ -370,14 +370,6 @@ def weight_publisher(recipe: Recipe, shared: Path, secret: bytes, route: str = "
         raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error
 
 
-def swaps_at_once(recipe: Recipe) -> int:
-    """Returns how many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a quarter of them. So a
-    version needs about four swaps' time with any number of replicas, and three quarters always generate."""
-    if not recipe.sync.rolling or recipe.replicas == 1:
-        return 0
-    return recipe.sync.at_once or max(1, recipe.replicas // 4)
-
-
 def weight_reader(recipe: Recipe, shared: Path, secret: bytes) -> Reader:
     """Make what a rollout engine reads published weights from: one copy that all engines of the node map, or where there is
     one engine a copy of its own. ``shared``: the folder in shared memory of the run's workers on this node."""

@@ -37,8 +37,8 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import kind_of, remote_workers
 from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, OVER, REWINDS, ProcessLauncher, Pulse, beat
-from orchestration.run.paths import HOST_VARIABLE, RunPaths
-from orchestration.run.run import RECIPE, sweep_leftovers
+from orchestration.run.paths import HOST_VARIABLE, RECIPE, RunPaths
+from orchestration.run.run import sweep_leftovers
 from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
 HOST_VARIABLE = "ASYNCDOCK_HOST"  # in a worker's environment: its warehouse and its folders on its host
 
 

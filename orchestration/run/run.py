@@ -48,7 +48,7 @@ from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import REWINDS, InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
 from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
-from orchestration.run.paths import RunPaths
+from orchestration.run.paths import RECIPE, RunPaths
 from orchestration.run.supervisor import REWIND, Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import CHECKPOINT_REPORTED, LIVE
@@ -64,7 +64,6 @@ from stages.threads import run_in_thread
 
 log = structlog.get_logger()
 
-RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
 FIRST_ID = (
     "first-id"  # in the run's folder: the id of the run that began in it, by which checkpoint.url has a folder for it
 )
@@ -287,7 +286,7 @@ class Run:
     async def _supervise(self, stop: asyncio.Event, launcher: Launcher, hosts: RayHosts | None) -> Outcome:
         assert self._index is not None
         remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe), hosts)
-        self.supervisor = Supervisor(self._index, remote, self.recipe, begins=self.begins)
+        self.supervisor = Supervisor(self._index, remote, self.recipe, begins=self.begins, folder=self.out_dir)
         try:
             await remote.begin()
             outcome = await self.supervisor.run(stop)
@@ -341,6 +340,8 @@ class Run:
         begun = not await index.init(config, counters, remake, rates)
         if not begun:
             await index.put(SCALE, "")  # of the run that this one resumes
+            if self.recipe.first_slack != self.recipe.staleness_plan.slack:
+                await index.set_slack(self.recipe.first_slack)
         lost = begun and not self.shared.is_dir()  # the machine was rebooted, or is another one: the samples are gone
         reported = int(await index.get(CHECKPOINT_REPORTED) or 0)
         if lost or not begun:

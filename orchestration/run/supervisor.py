@@ -29,6 +29,7 @@ import signal
 import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -44,6 +45,7 @@ from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWI
 from orchestration.run.kinds import WorkerKind, kind_of, workers_of
 from orchestration.run.launchers import Launcher, Life, Unplaceable
 from orchestration.service.registry import LIVE
+from orchestration.simulation.live import follow_costs
 from pipeline.events import WorkerEvent
 from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import ENGINES, TAKEN, Index, worker_name
@@ -98,10 +100,13 @@ class _Group:
 
 class Supervisor:
     """Runs the workers of ``recipe`` until the work is done, ``stop`` is set, or it cannot go on. ``begins``: optimizer
-    steps that were made before."""
+    steps that were made before; ``folder``: of the run, with its samples; None: nothing is forecast."""
 
-    def __init__(self, index: Index, launcher: Launcher, recipe: Recipe, *, begins: int) -> None:
+    def __init__(
+        self, index: Index, launcher: Launcher, recipe: Recipe, *, begins: int, folder: Path | None = None
+    ) -> None:
         self.index, self.launcher, self.recipe, self.launch = index, launcher, recipe, recipe.launch
+        self.folder = folder
         self.workers, self.begins, self.restarts = workers_of(recipe), begins, 0
         self.guard = GuardWatch(index, Guard(options_of(recipe)), recipe.guard.on_alarm)
         self._groups: dict[Worker, _Group] = {}  # by their first workers
@@ -153,6 +158,8 @@ class Supervisor:
             self._begin(work)
         if self.launch.autoscale.max:
             self._begin(follow_load(self.index, self.recipe))
+        if self.folder is not None and self.recipe.runs_stage("update") and self.recipe.runs_stage("rollout"):
+            self._begin(follow_costs(self.index, self.recipe, self.folder))
         trained = None
         if not any(group.kind.rank_group for group in self._groups.values()):  # another program trains
             trained = self._begin(_last_published(self.index, self.recipe.train.steps))

@@ -61,6 +61,7 @@ UNLIMITED = 2**40
 DROPPED = ("dropped", "dropped_tokens")  # fields of the ledger's event: groups and tokens by reason
 INDEX_VARIABLE = "ASYNCDOCK_INDEX"
 OWN_ADDRESS = "own-address"  # document of a run: address of its machine, where that has an index on a Unix socket
+FORECAST = "forecast"  # document of a run: what its next steps will take, the newest `forecast` event as JSON
 EVALUATED = "evaluated"  # document of a run: the newest evaluated version
 ENGINES = (
     "engines"  # document of a run: JSON list of the rollout workers that must have the last version before it ends
@@ -247,6 +248,17 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         gates = dict(zip(versions, reply["gates"] or (), strict=True))
         admitted, gate, filtered, published, trained, planned, dropped = reply["counts"]
         return RunStatus(admitted, gate, filtered, published, trained, remake, gates, reply["wait"], planned, dropped)
+
+    async def set_slack(self, slack: int) -> None:
+        """From now on admission runs ``slack`` steps ahead, from 1 to the slack of the run's config. What was admitted
+        stays."""
+        await self.call("set_slack", slack=slack)
+
+    async def progress(self) -> tuple[int, int]:
+        """Returns how many groups were admitted; and how many of them were trained, are held by the trainer, or could be
+        picked by its next steps. Both without the filtered ones."""
+        admitted, done = await self.call("progress")
+        return int(admitted), int(done)
 
     async def queue_depth(self, stage: str) -> int:
         """How many rows (or groups) of a stage are ready to be claimed."""

@@ -4,7 +4,7 @@
     reduce-scatter             (n - 1) · shard             all-to-all       (n - 1) / n · tensor
 
 Bytes are those that a rank sends when each call is a ring. Sums of metrics and of the gradient's norm are left out: they do
-not grow with the model.
+not grow with the model. So are sums of the gradients of norms and routers over tp, once a step.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def sent(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel = 
     of_expert = Layout(ranks.dp_replicate, shards, ranks.tp, ranks.ep, etp=1).expert_shard
     same = ranks.of_stage // (ranks.ep * of_expert)
     moved = tokens * step.width * step.item  # by a layer that passes on all of them
-    slices = 2 * (ranks.tp - 1) / ranks.tp * (moved + tokens * step.chosen * step.item / 2)
+    is_last = ranks.stage == ranks.pp - 1
     found = {
         "dp": passes * ((shards - 1) * layers + (of_expert - 1) * experts) * (2 * step.item + step.reduced)
         + passes * (shards * ranks.tp - 1) * outside * (ranks.vpp * step.item + step.reduced),
         "dp_replicate": passes
         * step.reduced
         * (_all_reduce(ranks.dp_replicate, layers + outside) + _all_reduce(same, experts)),
-        "tp": (4 * here - 2 * routed) * _all_reduce(ranks.tp, moved) + routed * slices,
+        "tp": (4 * here - 2 * routed + is_last / 2) * _all_reduce(ranks.tp, moved),
         "ep": routed * 4 * (ranks.ep - 1) / ranks.ep * moved * step.chosen / ranks.tp,
         "cp": here * _attention(model, ranks, step, method) if ranks.cp > 1 else 0.0,
-        "pp": (2 * ranks.vpp - (ranks.stage == 0) - (ranks.stage == ranks.pp - 1)) * moved if ranks.pp > 1 else 0.0,
+        "pp": (2 * ranks.vpp - (ranks.stage == 0) - is_last) * moved / ranks.tp if ranks.pp > 1 else 0.0,
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 

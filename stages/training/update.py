@@ -16,6 +16,7 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import structlog
@@ -26,7 +27,7 @@ from tensordict import TensorDict
 from pipeline.controller import Output, Stage
 from pipeline.events import StepEvent, SyncEvent
 from pipeline.first_of import cancel_all, first_of
-from pipeline.index.client import ENGINES, TAKEN, BoundBroken, Claim
+from pipeline.index.client import ENGINES, FORECAST, TAKEN, BoundBroken, Claim
 from pipeline.spans import Spans
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
@@ -135,10 +136,12 @@ class Update(Stage):
             if "truncated" in rows:
                 metrics = {**metrics, "truncated": float(rows["truncated"].float().mean())}
             metrics = {**metrics, **variety(claim, rows)}
-            ledger = await self.dock.index.ledger()
+            ledger, forecast = await self.dock.index.ledger(), json.loads(await self.dock.index.get(FORECAST) or "{}")
             now = time.monotonic()
             spent = (now - self._since, seconds)
-            event = step_event(self.trained, claim, rows.get("reward", None), stale, metrics, ledger, spent, reason)
+            event = step_event(
+                self.trained, claim, rows.get("reward", None), stale, metrics, ledger, spent, reason, forecast
+            )
             self._since = now
             yield Output(step=self.trained, event=event, tokens=int(claim.tokens.sum()))
             self.trained += 1
@@ -321,10 +324,11 @@ def step_event(
     ledger: Mapping[str, int],
     seconds: tuple[float, float],
     skipped: str = "",
+    forecast: Mapping[str, float] = MappingProxyType({}),
 ) -> StepEvent:
     """The event of a step on the rows of ``claim``. ``metrics`` are what the engine measured, ``ledger`` the counts before
     the step, ``seconds`` those since the last step and those of training. ``reward`` is None in a flow without.
-    ``skipped``: why no step was taken."""
+    ``skipped``: why no step was taken. ``forecast``: the newest `forecast` event."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.from_numpy(claim.tokens.astype("float64"))
     rewards = torch.full((1,), torch.nan) if reward is None else reward
@@ -346,6 +350,8 @@ def step_event(
         tokens_filtered=ledger["filtered_tokens"],
         seconds=seconds[0],
         train_seconds=seconds[1],
+        predicted_seconds=forecast.get("step_seconds"),
+        predicted_staleness=forecast.get("staleness_mean"),
         skipped=skipped,
         metrics=measured,
     )

@@ -71,6 +71,24 @@ def of_context(ranks: Ranks, kind: str, options: Mapping[str, Any]) -> dict[str,
     return found
 
 
+def of_tokens(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """Gradients of a step, and of one whose activations are computed again; and the tokens of each forward of the embedding
+    and, on this rank, of each norm between blocks."""
+    found: dict[str, Any] = {"fed": [], "norms": []}
+    for again in (True, False):
+        engine = ShardedTrainEngine(model_of(kind), ranks, **OPTIONS, activation_checkpointing=again)
+        decoder: Any = engine.model.base_model
+        for seen in found["fed"], found["norms"]:
+            seen.clear()
+        decoder.embed_tokens.register_forward_hook(lambda _, __, out: found["fed"].append(out.shape[-2]))
+        for layer in decoder.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.register_forward_hook(lambda _, __, out: found["norms"].append(out.shape[-2]))
+        gradients, _ = gradients_of_step(engine, share(ranks), algorithm())
+        found["again" if again else "first"] = {name: value.numpy() for name, value in gradients.items()}
+    return found
+
+
 def bytes_of_long_rows(ranks: Ranks, tokens: int, options: Mapping[str, Any]) -> int:
     """The most bytes that a rank holds at one time in a step of two responses of so many tokens, beyond those before it."""
     engine = ShardedTrainEngine(larger_model(128, False), ranks, **{**OPTIONS, "token_budget": 1024, **options})
@@ -111,7 +129,7 @@ def of_experts(ranks: Ranks, folder: str) -> dict[str, Any]:
         gradients, metrics = gradients_of_step(engine, share(ranks), algorithm())
         found[name] = {key: value.numpy() for key, value in gradients.items()}
         found[f"{name} weights"] = {key: value.numpy() for key, value in weights_of(engine).items()}
-        counts = engine._total(engine.expert_load.counts)
+        counts = engine._total_of_tokens(engine.expert_load.counts)
         found[f"{name} load"] = (metrics["fed_tokens"], counts.tolist(), metrics["max_expert_load"])
     return found
 

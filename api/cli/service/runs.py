@@ -362,7 +362,7 @@ async def watch_run(
 
     about = await client.run(run)
     client.patience = WATCH_PATIENCE
-    progress = Progress(about.name, about.steps, about.recipe["pipeline"]["staleness"])
+    progress = Progress(about.name, about.steps, about.recipe["pipeline"]["staleness"], about.devices)
     with viewing(progress, console, json=json, plain=plain) as (show, say_beside):
         say.append(say_beside)
         if about.position:

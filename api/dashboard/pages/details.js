@@ -203,6 +203,67 @@ export class RecipeView {
   show() {}
 }
 
+/** What the run would do with other keys, simulated with its own measured costs. */
+export class WhatIf {
+  constructor(service, run, recipe) {
+    Object.assign(this, { service, run });
+    const keys = { "pipeline.staleness": "staleness bound", "rollout.workers": "rollout workers", "train.dp": "data-parallel ranks", "train.groups_per_step": "groups a step" };
+    const now = new Map(flat(recipe));
+    this.fields = Object.entries(keys).map(([key, words]) => {
+      const value = String(now.get(key) ?? "");
+      return { key, value, words, input: element("input", { type: "number", min: key === "pipeline.staleness" ? "0" : "1", step: "1", value }) };
+    });
+    this.note = element("p", { class: "quiet", role: "status" });
+    this.body = element("tbody");
+    this.table = table("What if", ["", "as it is", "with these keys"], this.body);
+    this.table.hidden = true;
+    this.button = element("button", { type: "submit", class: "primary" }, "Simulate");
+    const ask = (event) => {
+      event.preventDefault();
+      this.load();
+    };
+    this.element = element(
+      "div",
+      {},
+      element("form", { class: "fields", "aria-label": "Keys to change", on: { submit: ask } }, this.fields.map(({ words, input }) => element("label", {}, element("span", {}, words), input)), this.button),
+      this.note,
+      this.table,
+    );
+  }
+
+  show() {}
+
+  async load() {
+    const changed = this.fields.filter(({ input, value }) => input.value !== "" && input.value !== value);
+    const overrides = Object.fromEntries(changed.map(({ key, input }) => [key, Number(input.value)]));
+    this.button.disabled = true;
+    say(this.note, "Simulating …");
+    try {
+      const { now, changed: then } = await this.service.run(this.run, "/what-if", { method: "POST", body: { overrides } });
+      const share = (value) => percent(value);
+      const rows = [
+        ["tokens/s trained", "tokens_per_second", count],
+        ["seconds a step", "step_seconds", (value) => number(value, 3)],
+        ["generation in use", "generation", share],
+        ["training", "training", share],
+        ["trainer waits", "waiting", share],
+        ["mean staleness", "staleness_mean", (value) => number(value, 3)],
+        ["largest staleness", "staleness_max", (value) => number(value)],
+        ["limits it", "busiest", String],
+      ];
+      this.body.replaceChildren(...rows.map(([words, name, form]) => element("tr", {}, element("th", { scope: "row" }, words), element("td", {}, form(now[name])), element("td", {}, form(then[name])))));
+      const faster = then.tokens_per_second / now.tokens_per_second - 1;
+      say(this.note, changed.length ? `${faster >= 0 ? "+" : "−"}${percent(Math.abs(faster))} tokens/s with ${changed.map(({ key, input }) => `${key} = ${input.value}`).join(", ")}, by the costs of this run.` : "By the costs of this run. Change a number to compare.");
+      this.table.hidden = false;
+    } catch (problem) {
+      this.table.hidden = true;
+      say(this.note, problem.message);
+    } finally {
+      this.button.disabled = false;
+    }
+  }
+}
+
 /** [dotted key, value] of everything in nested tables. */
 export function* flat(tables, prefix = "") {
   for (const [name, value] of Object.entries(tables)) {

@@ -6,7 +6,7 @@
  */
 
 import { Chart, smooth } from "../charts/charts.js";
-import { Alarms, Checkpoints, Logs, RecipeView, Workers } from "./details.js";
+import { Alarms, Checkpoints, Logs, RecipeView, WhatIf, Workers } from "./details.js";
 import { confirmed, numbered } from "../dialog.js";
 import { announce, element, paced, say } from "../element.js";
 import { count, duration, fixed, number, percent } from "../format.js";
@@ -17,7 +17,7 @@ import { Samples } from "./samples.js";
 import { Stream } from "../stream.js";
 import { Timeline } from "../charts/timeline.js";
 
-const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span,prompt,alarm";
+const KINDS = "step,stage,sync,evaluation,state,worker,ledger,checkpoint,span,prompt,alarm,forecast";
 const BEFORE = 130; // seconds of the past that the stream begins with, for the timeline and the shares
 const STAGES_SECONDS = 4; // between two looks at gate and ledger
 const WAITING_SECONDS = 3; // between two looks at a run that no agent has taken yet
@@ -179,6 +179,7 @@ export class RunPage {
       alarms: ["Alarms", new Alarms()],
       checkpoints: ["Checkpoints", new Checkpoints(this.service, this.id)],
       logs: ["Logs", this.logs],
+      "what-if": ["What if", new WhatIf(this.service, this.id, this.progress.recipe)],
       recipe: ["Recipe", new RecipeView(this.progress.recipe)],
     };
     const names = Object.keys(this.views);
@@ -266,7 +267,7 @@ export class RunPage {
     say(reward.value, fixed(last?.reward_mean ?? record.reward ?? null, 3));
     say(reward.more, last ? `± ${fixed(last.reward_std, 2)}` : "");
     say(speed.value, count(progress.rate()));
-    say(speed.more, last ? `${count(last.tokens_generated)} generated` : "");
+    say(speed.more, last ? `${count(progress.rate() / record.devices)} a device, ${count(last.tokens_generated)} generated` : "");
     say(staleness.value, last ? fixed(last.staleness_mean, 2) : "–");
     say(staleness.more, `${last ? `max ${number(last.staleness_max)}, ` : ""}bound ${progress.bound ?? "–"}`);
     say(kl.value, number(last?.kl_behaviour, 2));

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from api.schemas.runs import (
     AlarmView,
     CheckpointsView,
     CheckpointView,
+    ForecastView,
     Gate,
     Host,
     LogsQuery,
@@ -35,6 +37,8 @@ from api.schemas.runs import (
     SubmitHeaders,
     WaitingView,
     Warehouse,
+    WhatIf,
+    WhatIfView,
 )
 from api.server.operations import Reply, operation
 from api.server.problems import HTTPProblem, without_password
@@ -46,6 +50,8 @@ from orchestration.guard.waiting import waiting_chain
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.service.registry import RunRecord
+from orchestration.simulation.recorded import NotMeasured
+from orchestration.simulation.search import what_if
 from pipeline.events import ENDED
 from pipeline.index.client import DROPPED, IndexRefused
 
@@ -151,6 +157,19 @@ async def scale_run(service: Service, request: web.Request, path: RunPath, body:
     return await _view(service, record)
 
 
+@operation("POST", f"{RUN}/what-if", scope="read", summary="What it would do", tag="runs", errors=(404, 409))
+async def what_if_of_run(service: Service, path: RunPath, body: WhatIf) -> WhatIfView:
+    """Simulates the run with its own measured costs, as it is and with other keys. Nothing of the run changes."""
+    folder = service.folder(await service.registry.get(path.run))
+    overrides = [f"{name}={json.dumps(value)}" for name, value in body.overrides.items()]
+    try:
+        _, now, changed = await asyncio.to_thread(what_if, folder, overrides)
+    except NotMeasured as lacking:
+        fix = "ask again after some optimizer steps"
+        raise HTTPProblem(409, str(lacking).rpartition(": ")[2], kind="not-measured", fix=fix) from None
+    return WhatIfView(now=ForecastView.model_validate(now), changed=ForecastView.model_validate(changed))
+
+
 @operation("DELETE", RUN, scope="run", summary="The run and its data are gone", tag="runs", errors=(404, 409))
 async def delete_run(service: Service, request: web.Request, path: RunPath) -> None:
     """Only a run that has ended, and only by who submitted it, or a token of scope admin."""
@@ -253,7 +272,13 @@ async def _view(service: Service, record: RunRecord) -> RunView:
         steps=int(record.recipe["train"]["steps"]),
         steps_done=step.step + 1 if step else 0,
         reward=step.reward_mean if step else None,
+        devices=_devices(json.dumps(record.recipe)),
     )
+
+
+@functools.lru_cache(1024)
+def _devices(recipe: str) -> int:
+    return Recipe.from_json(recipe.encode()).devices
 
 
 def _workers(status: RunStatus, stage: str) -> Iterator[StageWorker]:

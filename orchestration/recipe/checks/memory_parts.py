@@ -154,16 +154,20 @@ def _moments_of_a_step(
     """Bytes of activations, logits and gradients when each may be most: in the backward pass of the head, of the last layer,
     and of the first layer. In the first micro-batch gradients come as activations go; later ones add to all of them."""
     train, item = recipe.train, ITEM_BYTES[recipe.model.dtype]
-    one, fed = layer_bytes(sizes, item, batch.tokens) // train.tp, batch.tokens * sizes.width
+    # The outputs of a layer's two norms are of all tokens on each rank; experts take those of their rank.
+    fed, gathered = batch.tokens * sizes.width, 1 if sizes.experts else 2
+    one = layer_bytes(sizes, item, batch.tokens) // train.tp + gathered * item * fed * (train.tp - 1) // train.tp
     layers = sizes.layers
     if (
         train.pp > 1
     ):  # as many of the first stage's layers, with micro-batches for all stages under way, as the model has
         under_way = 1 if batch.only else train.pp + (train.pp - 1) * (train.vpp > 1)
         layers = min(under_way * -(-layers // train.pp), 2 * layers)
-    each, again = (item * fed, one) if train.activation_checkpointing else (one, 0)  # ``again``: computed again
+    each, again = (
+        (item * fed // train.tp, one) if train.activation_checkpointing else (one, 0)
+    )  # ``again``: computed again
     # Beside what the layer keeps: the gradients of its output, and of the two factors of its MLP's product or inside norms.
-    working = item * fed + batch.tokens * max(2 * item * sizes.intermediate // train.tp, 3 * FLOAT * sizes.width)
+    working = item * fed + batch.tokens * max(2 * item * sizes.intermediate, 3 * FLOAT * sizes.width) // train.tp
     head = 0 if recipe.adapters else item * sizes.vocabulary * sizes.width  # its gradient
     all_logits = min(LOGITS_BYTES, FLOAT * batch.places * sizes.vocabulary)
     outside = 2 * fed * (item + FLOAT) + batch.places * (item + FLOAT) * sizes.width

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from orchestration.guard.rules import METRICS
-from orchestration.recipe.checks.registry import check, problem
+from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.planner import arena_bytes, config_of, heads_of
@@ -133,6 +133,25 @@ def window_has_room(recipe: Recipe) -> Iterator[Problem]:
             f"only the {plan.groups_per_step} groups of one step would be in flight"
         )
         yield problem(recipe, "pipeline.window", wrong, f"set pipeline.staleness >= {needed}, or pipeline.window = 1")
+
+
+@check("pipeline.staleness_min", "pipeline.staleness", "pipeline.window", "train.groups_per_step", "launch", "external")
+def bound_can_be_decided(recipe: Recipe) -> Iterator[Problem]:
+    least, plan = recipe.pipeline.staleness_min, recipe.staleness_plan
+    if not least:
+        return
+    if least > plan.bound:
+        wrong = f"is above pipeline.staleness = {plan.bound}, the largest bound"
+        yield problem(recipe, "pipeline.staleness_min", wrong, f"set at most {plan.bound}, or 0 for a fixed bound")
+    elif not recipe.first_slack:
+        needed = passing_steps(plan.window, plan.groups_per_step) + 1
+        wrong = f"lets nothing overlap with pipeline.window = {plan.window}: the run would begin synchronous"
+        yield problem(recipe, "pipeline.staleness_min", wrong, f"set >= {needed}, or pipeline.window = 1")
+    if recipe.colocated or not recipe.runs_stage("update") or not recipe.runs_stage("rollout"):
+        wrong = (
+            "needs training and generation by the run's own workers, beside each other, of which it measures the costs"
+        )
+        yield problem(recipe, "pipeline.staleness_min", wrong, "set 0, and a fixed pipeline.staleness")
 
 
 @check(
@@ -279,8 +298,8 @@ def evaluation_has_prompts(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "evaluate.samples", wrong, f"use a value <= {evaluate.prompts}")
 
 
-@check("rollout.threads", "train.threads", "launch.launcher")
-def threads_exist(recipe: Recipe) -> Iterator[Problem]:
+@machine_check("rollout.threads", "train.threads", "launch.launcher")
+def threads_exist(recipe: Recipe, _: Environment) -> Iterator[Problem]:
     cores = _cores(recipe)
     for side in ("rollout", "train"):
         if getattr(recipe, side).threads > cores:
@@ -399,8 +418,8 @@ def layers_divide(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, key, wrong, f"use a value <= {fits}")
 
 
-@check("train.dp", "train.cp", "train.tp", "train.pp", "train.device", "critic", "launch.launcher")
-def ranks_have_cores(recipe: Recipe) -> Iterator[Problem]:
+@machine_check("train.dp", "train.cp", "train.tp", "train.pp", "train.device", "critic", "launch.launcher")
+def ranks_have_cores(recipe: Recipe, _: Environment) -> Iterator[Problem]:
     for side, of in _rank_groups(recipe):
         ranks, cores = of.ranks, _cores(recipe)
         if ranks <= cores:

@@ -13,6 +13,7 @@ from orchestration.recipe.planner import prompt_limits
 from orchestration.rewards.pool import droppers
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import terms_of
+from pipeline.pacing import Pacer
 from stages.difficulty import Difficulty
 from stages.external_checks import TERMS
 from stages.flow.catalogue import CREDIT
@@ -56,6 +57,7 @@ class FlowJob(Job):
             steps=recipe.train.steps,
             groups_per_step=recipe.train.groups_per_step,
             difficulty=Difficulty(prompts, recipe.seed) if by_difficulty else None,
+            pacer=Pacer(recipe.staleness_plan) if recipe.is_paced else None,
         )
         flow = flow_of(recipe)
         if recipe.prompts.responses:

@@ -11,7 +11,7 @@ from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.planner import prompt_limits
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import MODEL
-from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, swaps_at_once, weight_reader
+from orchestration.run.engines import probe_rule, rollout_engine, sampling_of, weight_reader
 from pipeline.events import AlarmEvent
 from stages.adapters.export import ADAPTER
 from stages.engines.protocols import CuttingEngine, RolloutEngine, TokenizingEngine
@@ -68,7 +68,7 @@ class RolloutJob(Job):
             policy=SwapPolicy(
                 probe=probe_rule(recipe),
                 timeout=recipe.sync.timeout,
-                at_once=swaps_at_once(recipe) if overlap else 0,
+                at_once=recipe.swaps_at_once if overlap else 0,
             ),
             cut=recipe.rollout.on_update == "cut",
         )

@@ -102,10 +102,15 @@ local function make_offers(run, cfg, home, offers)
   for name, list in pairs(offers) do make_ready(run, stage_of(cfg, name), home, list) end
 end
 
+-- S: how many steps admission runs ahead now. A run may have set it below the one of its config.
+local function slack_of(run, cfg)
+  return tonumber(call('HGET', run .. 'n', 'slack') or cfg.slack)
+end
+
 -- The number below which a stage at policy version v may touch groups: admitted < (v + S + 1)·P. A filtered group makes room
 -- for one more, but only for one after it: groups that left before an old straggler must not count for it.
 local function gate(run, cfg, version)
-  local base, ahead = (version + cfg.slack + 1) * cfg.groups_per_step + value(run, 'filtered_groups'), 0
+  local base, ahead = (version + slack_of(run, cfg) + 1) * cfg.groups_per_step + value(run, 'filtered_groups'), 0
   while true do
     local limit = base - ahead
     ahead = call('ZCOUNT', run .. 'filtered', limit, '+inf')

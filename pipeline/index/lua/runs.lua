@@ -26,7 +26,7 @@ define('status', function(run, a)
   for i, version in ipairs(a.versions) do gates[i] = gate(run, config(run), version) end
   local limit = begun and gate(run, config(run), int(found[3])) or 0
   local cfg = begun and config(run)
-  local planned = cfg and (int(found[4]) + cfg.slack) * cfg.groups_per_step or 0
+  local planned = cfg and (int(found[4]) + slack_of(run, cfg)) * cfg.groups_per_step or 0
   if begun and replacements_wait(run, config(run)) then limit = min(limit, int(found[1])) end
   return {
     counts = { int(found[1]), limit, int(found[2]), int(found[3]), int(found[4]), planned, int(found[5] or 0) },
@@ -54,6 +54,46 @@ define('transition', function(run, a)
   end
   return { state = state, changed = false }
 end)
+
+-- {slack}: how many steps admission runs ahead from now on, at most as many as the run's config says.
+define('set_slack', function(run, a)
+  local cfg = config(run)
+  if a.slack < 1 or a.slack > cfg.slack then fail('BAD', 'slack ' .. a.slack .. ' is not within 1 and ' .. cfg.slack) end
+  call('HSET', run .. 'n', 'slack', a.slack)
+  wake(run, 'version')
+  for _, stage in ipairs(cfg.stages) do wake_stage(run, stage.name) end
+  return true
+end)
+
+-- → {admitted groups; those of them that were trained, are held by the trainer, or could be picked one step after the other},
+-- both without the filtered ones. Which groups the trainer holds is not looked up: as many of the oldest that are not ready.
+define('progress', function(run)
+  local cfg, admitted = config(run), value(run, 'admitted') - value(run, 'filtered_groups')
+  local done, held, anchor = admitted - size_of(members(run .. 'open')), 0, nil
+  for _, stage in ipairs(cfg.stages) do
+    if stage.takes == 'batch' then
+      if call('EXISTS', run .. 'due:' .. stage.name) == 1 then held = cfg.groups_per_step end
+      done = done + held
+      for _, member in ipairs(call('ZRANGE', run .. 'open', 0, -1)) do
+        local first, last = ends(member)
+        local ready = split(run .. 'ready:' .. stage.name .. ':0', first, last)
+        local at = 1
+        for group = first, last do
+          if anchor and group >= anchor + cfg.window then return { admitted, done } end
+          while ready[at] and ready[at + 1] < group do at = at + 2 end
+          if ready[at] and ready[at] <= group then
+            done = done + 1
+          elseif held > 0 then
+            held = held - 1
+          else
+            anchor = anchor or group
+          end
+        end
+      end
+    end
+  end
+  return { admitted, done }
+end, true)
 
 -- {stage} → how many rows or groups can be claimed
 define('queue_depth', function(run, a) return value(run, 'ready:' .. a.stage) end, true)

@@ -231,8 +231,7 @@ class MockRolloutEngine:
         limit, budget = request.params.max_tokens, request.params.budget
         if limit < 1 or budget < 0:
             raise ValueError(f"max_tokens = {limit} must be at least 1, budget = {budget} at least 0")
-        drawn = np.random.default_rng([0, request.seed, place]).lognormal(0.0, self._options.sigma)
-        tokens = max(1, round(self._options.median_tokens * drawn))
+        tokens = drawn_tokens(self._options, request.seed, place)
         row = _Row(
             request, place, stream, min(tokens, limit), min(tokens, limit), "stop" if tokens <= limit else "length"
         )
@@ -288,6 +287,12 @@ class MockRolloutEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("the rollout engine is closed")
+
+
+def drawn_tokens(options: MockRolloutOptions, seed: int, place: int) -> int:
+    """Tokens of a response before any limit; ``seed`` is its group's."""
+    drawn = np.random.default_rng([0, seed, place]).lognormal(0.0, options.sigma)
+    return max(1, round(options.median_tokens * drawn))
 
 
 class MockTrainEngine:

@@ -95,7 +95,7 @@ def _norm_of(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _fused_norm(module: Any, fused: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     x = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
-    return fused(x, module.weight, module.variance_epsilon)
+    return fused(x, module.weight, module.variance_epsilon) if x.numel() else x * module.weight
 
 
 def _fused_mlp(module: Any, fused: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain, pairwise
@@ -46,6 +47,7 @@ from stages.adapters.training import fill_adapters
 from stages.engines.strategies import ContextParallel, Ranks, fits_ulysses
 from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
+from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.context import divide
 from stages.engines.torch.parallel.experts import deal_experts
 from stages.engines.torch.parallel.mesh import Meshes
@@ -164,8 +166,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         self._learned = {n: _like(p) for n, p in self.model.named_parameters()}
         self._fixed = {n: _like(saved[n]) for n in buffers.keys() & saved.keys()}
         parts, self._stage_of = keep_own(self.model, ranks) if ranks.pp > 1 else ([], {})
-        if self._meshes.tp is not None:
-            cut_matrices(self.model, self._meshes.tp)
+        # Of these each rank has the gradient of its tokens or heads.
+        self._partial = cut_matrices(self.model, self._meshes.tp, self._feeding) if self._meshes.tp else set()
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
         for experts in deal_experts(self.model, self._meshes):
             _shard(experts, self._meshes.experts, policy, 1.0)
@@ -203,15 +205,21 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _compute(self, packed: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._meshes.cp is None:
-            return super()._compute(packed)
+            return super()._compute(self._routed(packed))
         share = divide(packed, self._meshes.cp.get_group(), self._context_parallel)
-        logprobs, entropy, values = super()._compute(share.fed)
+        logprobs, entropy, values = super()._compute(self._routed(share.fed))
         return share.whole(logprobs), share.whole(entropy), share.whole(values)
 
     def _fed(self, packed: PackedBatch) -> PackedBatch:
         """What this rank feeds of ``packed``."""
         cp = self._meshes.cp
-        return packed if cp is None else divide(packed, cp.get_group(), self._context_parallel).fed
+        return self._routed(packed if cp is None else divide(packed, cp.get_group(), self._context_parallel).fed)
+
+    def _routed(self, packed: PackedBatch) -> PackedBatch:
+        """``packed`` with the experts of the tokens that this rank's routers see."""
+        if self._meshes.tp is None or packed.experts is None:
+            return packed
+        return replace(packed, experts=own_slice(packed.experts, self._meshes.tp.get_group()))
 
     def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
         if not passes:
@@ -224,8 +232,10 @@ class ShardedTrainEngine(TorchTrainEngine):
         return self._gathered(values.flatten()).sum(0).view_as(values).cpu()
 
     def _total_of_tokens(self, counts: torch.Tensor) -> torch.Tensor:
-        if self._meshes.cp is not None:
-            dist.all_reduce(counts := counts.to(self.device, copy=True), group=self._meshes.cp.get_group())
+        counts = counts.to(self.device, copy=True)
+        for mesh in (self._meshes.cp, self._meshes.tp):
+            if mesh is not None:
+                dist.all_reduce(counts, group=mesh.get_group())
         return self._passes.total(self._total(counts))
 
     def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -250,6 +260,11 @@ class ShardedTrainEngine(TorchTrainEngine):
         return torch.stack(replicas).cpu()
 
     def _clip(self) -> float:
+        of_own = [p.grad.to_local() for n, p in self._sharded.items() if n in self._partial and p.grad is not None]  # type: ignore[attr-defined]
+        if of_own and self._meshes.tp is not None:
+            dist.all_reduce(summed := torch.cat([each.flatten() for each in of_own]), group=self._meshes.tp.get_group())
+            for each, value in zip(of_own, summed.split([each.numel() for each in of_own]), strict=True):
+                each.copy_(value.view_as(each))
         by_copies: dict[int, list[torch.Tensor]] = {}
         for name, parameter in self._sharded.items():
             is_tied = self._pipeline is not None and name == self._tied

@@ -76,6 +76,11 @@ async def test_every_method_fits_the_service(client: Client) -> None:
     history = await client.metrics(long.id, names=["step.reward_mean"])
     assert set(history.series["step"]) == {"time", "reward_mean"}
     assert (await client.trace(long.id))["traceEvents"]
+    foreseen = await client.what_if(long.id, {"pipeline.staleness": 0})
+    assert foreseen.changed.staleness_max == 0 < foreseen.changed.tokens_per_second
+    assert foreseen.now.staleness_max <= 1
+    with pytest.raises(WrongInput, match=r"model\.source.*is not simulated; use some of pipeline\.staleness"):
+        await client.what_if(long.id, {"model.source": "/etc"})
     with pytest.raises(WrongState):
         await client.delete(long.id)
     await client.stop(long.id)

@@ -189,6 +189,12 @@ def test_a_whole_run_is_started_watched_paused_and_stopped_in_the_page(browser: 
     browser.until("return document.querySelector('#view-checkpoints tbody tr')")
     browser.click("Logs")
     browser.until("return document.querySelector('.log').innerText.includes('rollout')")
+    browser.click("What if")
+    browser.type("rollout workers", "2")
+    browser.click("Simulate")
+    browser.until(
+        "return /tokens\\/s with rollout.workers = 2/.test(document.querySelector('#view-what-if').innerText)"
+    )
     browser.click("Workers")
     browser.until("return document.querySelectorAll('#view-workers tbody tr').length >= 4")
 
@@ -463,7 +469,7 @@ def test_nothing_keeps_anybody_out_at_any_width_and_in_either_colour_scheme(
         browser.until(f"return {there}")
         assert browser.axe() == [], place
         assert browser.overflow() <= 0, place
-    for view in ("Workers", "Checkpoints", "Logs", "Recipe"):
+    for view in ("Workers", "Checkpoints", "Logs", "What if", "Recipe"):
         browser.click(view)
         assert browser.axe(".browser") == [], view  # around it all is as it was
         assert browser.overflow() <= 0, view

@@ -14,13 +14,15 @@ from stages.engines.protocols import EngineClosed, EngineFailed
 from stages.models import tiny_model, tiny_tokenizer
 
 
-def models() -> int:
-    return sum(issubclass(type(one), PreTrainedModel) for one in gc.get_objects())
+def models() -> set[int]:
+    """Ids of the models in memory; earlier tests may have left some, which can go at any time."""
+    return {id(one) for one in gc.get_objects() if issubclass(type(one), PreTrainedModel)}
 
 
 async def test_the_policy_unused_for_longest_is_closed_for_another_one(tmp_path: Path) -> None:
     tiny_model(0).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
+    gc.collect()
     names, before = ("a", "b", "c"), models()
     policies = Policies("redis://127.0.0.1:1", checkpoints=dict.fromkeys(names, str(tmp_path)), most=2)
     gc.disable()  # a model is not left to it
@@ -48,4 +50,4 @@ async def test_the_policy_unused_for_longest_is_closed_for_another_one(tmp_path:
     finally:
         await policies.close()
         gc.enable()
-    assert models() == before, "a closed policy has no memory"
+    assert models() <= before, "a closed policy has no memory"

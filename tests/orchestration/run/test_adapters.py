@@ -73,7 +73,7 @@ async def test_adapters_that_were_not_delivered_are_refused(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DecoderWeights, "install", lambda weights, prepared: [])
-    of = recipe(TINY, **LORA, model__dtype=dtype, launch__max_restarts=0, sync__timeout=30.0)
+    of = recipe(TINY, **LORA, **DENSE, model__dtype=dtype, launch__max_restarts=0, sync__timeout=30.0)
     _, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"
     assert "the engine's logprobs" in result.reason
@@ -86,7 +86,7 @@ async def test_in_bfloat16_every_swap_is_within_the_limits(tmp_path: Path) -> No
     assert_each_sample_once(of, watched)
     swaps = [sync for sync in watched.of("sync") if sync["worker"] == "rollout-0"]
     assert swaps[-1]["version"] == of.train.steps
-    assert all(0 < sync["gap_mean"] < sync["gap_mean_limit"] for sync in swaps)
+    assert all(0 <= sync["gap_mean"] < sync["gap_mean_limit"] for sync in swaps)
     assert not [worker for worker in watched.of("worker") if worker["change"] in ("died", "kept its weights")]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from orchestration.recipe.problems import RecipeError
-from orchestration.run.engines import swaps_at_once
 from orchestration.run.run import Run
 from stages.weights.depot import Depot
 from tests.orchestration.run.test_run import (
@@ -89,6 +88,6 @@ def test_it_is_not_for_engines_that_share_the_trainers_device() -> None:
 @pytest.mark.parametrize(("replicas", "at_once"), [(1, 0), (2, 1), (7, 1), (8, 2), (64, 16)])
 def test_a_quarter_of_the_replicas_swap_at_the_same_time(replicas: int, at_once: int) -> None:
     of = recipe(MOCK, rollout__workers=replicas, launch__launcher="process")
-    assert swaps_at_once(of) == at_once
-    assert swaps_at_once(recipe(MOCK, rollout__workers=8, sync__rolling=False, launch__launcher="process")) == 0
-    assert swaps_at_once(recipe(MOCK, rollout__workers=8, sync__at_once=5, launch__launcher="process")) == 5
+    assert of.swaps_at_once == at_once
+    assert recipe(MOCK, rollout__workers=8, sync__rolling=False, launch__launcher="process").swaps_at_once == 0
+    assert recipe(MOCK, rollout__workers=8, sync__at_once=5, launch__launcher="process").swaps_at_once == 5

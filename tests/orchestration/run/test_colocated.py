@@ -122,7 +122,9 @@ async def test_adapters_of_two_ranks_take_turns_and_survive_a_kill(tmp_path: Pat
     assert_nothing_left(watched.run)
     swaps = [sync for sync in watched.of("sync") if sync["to"] == "generation" and sync["version"]]
     assert {sync["worker"] for sync in swaps} == {"rollout-0", "rollout-1"}
-    assert all(sync["gap_mean"] < sync["gap_mean_limit"] for sync in swaps)
+    probed = [sync for sync in swaps if "gap_mean" in sync]
+    assert len(probed) >= len(swaps) - 2, "a rank that starts again with nothing to replay has no rows to probe with"
+    assert all(sync["gap_mean"] < sync["gap_mean_limit"] for sync in probed)
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.run import Run
+from stages.engines.torch.rollout import TorchRolloutEngine
 from tests.orchestration.runs import TINY, complete, recipe
 
 
@@ -20,11 +23,20 @@ async def test_a_bfloat16_run_with_the_defaults_goes_to_its_end(tmp_path: Path, 
     swaps = [sync for sync in watched.of("sync") if sync["worker"] == "rollout-0"]
     assert swaps[-1]["version"] == of.train.steps
     for sync in swaps:
-        assert 0 < sync["gap_mean"] < sync["gap_mean_limit"] / 1.5, "each was probed"
-        assert 0 < sync["gap_q95"] < sync["gap_q95_limit"] / 1.5
+        assert 0 <= sync["gap_mean"] < sync["gap_mean_limit"] / 1.5, "each was probed"
+        assert 0 <= sync["gap_q95"] < sync["gap_q95_limit"] / 1.5
 
 
-async def test_a_run_that_the_probe_has_ended_goes_on_with_another_tolerance(tmp_path: Path) -> None:
+async def test_a_run_that_the_probe_has_ended_goes_on_with_another_tolerance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's logprobs are 0.005 too large: how far they lie from the trainer's otherwise depends on the CPU."""
+    score = TorchRolloutEngine.score
+
+    async def shifted(*arguments: Any, **options: Any) -> torch.Tensor:
+        return await score(*arguments, **options) + 0.005
+
+    monkeypatch.setattr(TorchRolloutEngine, "score", shifted)
     of = recipe(TINY, model__dtype="bfloat16", sync__probe_tolerance=1e-6, launch__max_restarts=0, checkpoint__every=1)
     _, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "failed"

@@ -186,6 +186,13 @@ class Flow:
             most = (most * self.size - len(first)) // self.size
         return [*first, *(row for group in ready[:most] for row in self.fresh(stage, group))]
 
+    def progress(self) -> tuple[int, int]:
+        """Admitted groups, and those trained or that steps could pick one after the other; without filtered ones."""
+        admitted, left, ready = self.admitted - len(self.filtered), self.open(), self.ready("update")
+        gone = set(range(self.admitted)) - set(left)
+        pickable = [n for n in range(1, len(ready) + 1) if windowed_pick(left[0], ready, n, self.plan.window, gone)]
+        return admitted, admitted - len(left) + max(pickable, default=0)
+
     def erase(self, groups: list[int]) -> None:
         for row in (row for group in groups for row in self.groups.pop(group)):
             for block in row.blocks:
@@ -524,6 +531,8 @@ class Flow:
         if not self.slab:  # otherwise writes share blocks, see `count_references`
             assert stats["blocks"] == len(self.blocks)
             assert stats["warehouses"]["local"]["used"] == sum(block.nbytes for block in self.blocks)
+        if not self.held("update"):
+            assert await self.docks["a"].index.progress() == self.progress()
         flying = [row for group in self.open() for row in self.groups.get(group, ()) if row.state == "generated"]
         ledger = await self.docks["b"].index.ledger()
         for unit, known in (("", self.ledger), ("_tokens", self.tokens)):

@@ -30,7 +30,7 @@ from stages.adapters.options import AdapterOptions
 from stages.engines.torch.attention import Scores
 from stages.engines.torch.attention_interface import PROBE, check_logits, fix_rope, replace_attention, state_of
 from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, SharedPrompts, TwoPartAttention
-from stages.engines.torch.decoding.llama_forward import LlamaForward, is_llama
+from stages.engines.torch.decoding.llama_forward import LlamaForward, can_pack_in, is_llama
 from stages.engines.torch.decoding.weights import DecoderWeights
 from stages.engines.torch.experts.routing import RoutingRecorder
 from stages.engines.torch.head import use_float32
@@ -106,7 +106,7 @@ class TorchDecoder:
         self._recorder = RoutingRecorder(self.model) if routed_experts else None
         self._sharing: SharedPrompts | None = None
         self._static = static
-        can_pack = device.type == "cpu" and torch.backends.mkldnn.is_available()
+        can_pack = device.type == "cpu" and can_pack_in(self.dtype)
         self.weights = DecoderWeights(self.model, can_pack if packed is None else packed, adapters)
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._recorded_at = 0  # value of attention.grown for which the recordings hold

@@ -11,6 +11,7 @@ modules, not by the model's name, and the caller compares the logits.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,17 @@ import torch
 from torch import nn
 
 PACK_ROWS = 64  # the layout that oneDNN chooses for so many rows is as fast as any from 1 row to 256 (measured)
+
+
+@functools.cache
+def can_pack_in(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of ``dtype`` on this CPU: bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), PACK_ROWS)
+    except RuntimeError:  # of a torch that was built without oneDNN too
+        return False
+    return True
+
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, query [T, H, D], key and value [T, KV heads, D]) -> [T, H * D]."""

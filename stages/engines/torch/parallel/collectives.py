@@ -1,4 +1,4 @@
-"""Collective calls through which gradients flow back: slices of what ranks share, and rows that go to other ranks."""
+"""Collective calls through which gradients flow back: what ranks have slices of, and rows that go to other ranks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,6 @@ def _joined(part: torch.Tensor, count: int, group: dist.ProcessGroup) -> torch.T
     parts = [torch.empty_like(padded) for _ in range(group.size())]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([one[: max(0, count - at * step)] for at, one in enumerate(parts)])
-
-
-class Slice(torch.autograd.Function):
-    """Of what all ranks hold, the own slice. The gradient is of the whole, on each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.count, ctx.group = len(x), group
-        return own_slice(x, group).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _joined(gradients[0], ctx.count, ctx.group), None
 
 
 class Join(torch.autograd.Function):

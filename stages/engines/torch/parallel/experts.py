@@ -1,7 +1,6 @@
 """Expert parallelism: each rank holds whole experts, and tokens go to them and come back by all-to-all. None is dropped.
 
     router ─▶ (token, expert) pairs, by expert ─▶ all-to-all ─▶ own experts ─▶ all-to-all ─▶ weighted sum of each token
-              └ tensor-parallel ranks hold the same tokens: each takes its slice of them      └▶ slices joined over tp
 
 A layer's experts are dealt out to ``ep`` neighbours among all ranks of a pipeline stage; ranks with the same experts shard
 them (FSDP2), in a unit of their own. Tensor parallelism does not cut an expert.
@@ -18,10 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from stages.engines.torch.parallel.collectives import AllToAll, Join, Slice, own_slice
+from stages.engines.torch.parallel.collectives import AllToAll
 from stages.engines.torch.parallel.mesh import Meshes
-
-Group = dist.ProcessGroup | None
 
 
 def expert_modules(model: nn.Module) -> list[Any]:
@@ -47,25 +44,20 @@ def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
             own = distribute_tensor(whole.detach(), meshes.ep, [Shard(0)], src_data_rank=None)  # every rank has all
             parameters[name] = nn.Parameter(own, requires_grad=whole.requires_grad)
         module.num_experts //= ep
-        groups = [None if mesh is None else mesh.get_group() for mesh in (meshes.ep, meshes.tp)]
-        module.forward = partial(_dispatched, module, plain, groups[0], groups[1])
+        module.forward = partial(_dispatched, module, plain, None if meshes.ep is None else meshes.ep.get_group())
     return modules
 
 
 def _dispatched(
     module: Any,
     plain: Callable[..., torch.Tensor],
-    ep: Group,
-    tp: Group,
+    ep: dist.ProcessGroup | None,
     tokens: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """What ``plain``, the module's own forward, returns with all experts."""
-    count, chosen = len(tokens), experts.shape[-1]
-    if tp is not None:
-        tokens, weights = Slice.apply(tokens, tp), Slice.apply(weights, tp)  # type: ignore[no-untyped-call]
-        experts = own_slice(experts, tp)
+    chosen = experts.shape[-1]
     pairs, order = experts.flatten().sort(stable=True)
     rows, sent, received = tokens[order // chosen], [len(pairs)], [len(pairs)]
     if ep is not None:
@@ -80,8 +72,7 @@ def _dispatched(
         rows = AllToAll.apply(rows, received, sent, ep)  # type: ignore[no-untyped-call]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    out = (rows[back].view(len(tokens), chosen, tokens.shape[-1]) * weights[..., None]).sum(1).to(tokens.dtype)
-    return out if tp is None else Join.apply(out, count, tp)  # type: ignore[no-any-return, no-untyped-call]
+    return (rows[back].view(len(tokens), chosen, tokens.shape[-1]) * weights[..., None]).sum(1).to(tokens.dtype)
 
 
 def _computed(

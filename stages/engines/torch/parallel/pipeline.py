@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from stages.engines.schedules import Action, filled, orders
 from stages.engines.strategies import Ranks
+from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.passes import Outputs, Packing, Passes, Value, idle_batch
 from stages.resharding.layout import model_state, stage_layers
@@ -32,7 +33,8 @@ SHARED_BYTES = 64 * 2**10  # of what the last stage tells the others, as JSON
 
 
 class Absent(nn.Module):
-    """In the place of a module that another rank has. Returns what it is called with, or ``given``."""
+    """In the place of a module that another rank has. Returns what it is called with, or ``given``; for the numbers of words
+    zeros [1, S, H], of which decoders read the shape."""
 
     def __init__(self, like: nn.Module | None = None) -> None:
         super().__init__()
@@ -40,7 +42,10 @@ class Absent(nn.Module):
         self.given: torch.Tensor | None = None
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return hidden_states if self.given is None else self.given
+        if self.given is None:
+            return hidden_states
+        words = not hidden_states.is_floating_point()
+        return self.given.new_zeros(1).expand(*hidden_states.shape, self.given.shape[-1]) if words else self.given
 
 
 class Part:
@@ -109,7 +114,7 @@ class Pipeline(Passes):
 
     def __init__(self, engine: Any, parts: Sequence[Part], meshes: Meshes) -> None:
         super().__init__(engine)
-        self._parts, self._ranks = parts, meshes.ranks
+        self._parts, self._ranks, self._tp = parts, meshes.ranks, meshes.tp
         self._decoder = engine.model.base_model
         self._kept = {name: self._decoder._modules[name] for name in parts[0].modules}
         self._up, self._down = meshes.pipes  # to ranks after this one, and before: neither waits for the other
@@ -178,7 +183,8 @@ class Pipeline(Passes):
     ) -> None:
         """Run micro-batches of so many ``tokens``. ``compute(number, is_last)`` returns the hidden states [1, S, H] of one,
         or after the last stage its loss. ``learn``: is called before each backward pass; None: there is none."""
-        ranks, engine = self._ranks, self._engine
+        ranks, engine, tp = self._ranks, self._engine, self._tp
+        tokens = tokens if tp is None else [len(own_slice(torch.arange(count), tp.get_group())) for count in tokens]
         ordered = orders(ranks.pp, ranks.vpp, len(tokens), backward=learn is not None)
         mail = _Mail(ordered, tokens, self, engine)
         under_way: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}

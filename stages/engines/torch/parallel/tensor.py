@@ -1,33 +1,40 @@
-"""Tensor parallelism by the model's own plan in transformers: DTensor splits matrices of layers over ``tp`` ranks."""
+"""Tensor parallelism by the model's own plan in transformers: DTensor splits matrices of layers over ``tp`` ranks.
+
+    embeddings ▸ own tokens ▸ norm ▸ all-gather ▸ attention ▸ reduce-scatter ▸ + ▸ norm ▸ all-gather ▸ MLP ▸ … ▸ all-gather
+
+Between attention and MLP each rank has a slice of the tokens, [1, S / tp, H]: norms, residuals, routers, and what is kept of
+them for the backward pass (sequence parallelism, arXiv 2205.05198). Experts take the tokens of their rank.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
 from stages.adapters.training import is_adapted
+from stages.engines.torch.attention_interface import PROBE
+from stages.engines.torch.packing import Feeding
+from stages.engines.torch.parallel.collectives import own_slice
+from stages.engines.torch.parallel.experts import expert_modules
 
 # transformers' names of what happens to a module's weights over the tensor-parallel ranks.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
+    "rowwise": partial(RowwiseParallel, output_layouts=Shard(-2)),
     # Between these two each rank computes the same: norms over all heads, or parts of a fused matrix.
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
-    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate(), output_layouts=Shard(-2)),
 }
-EXPERTS = (
-    "moe_tp_experts"  # each rank computes whole experts for its slice of the tokens (stages/…/parallel/experts.py)
-)
+EXPERTS = "moe_tp_experts"  # each rank has whole experts for its tokens (stages/engines/torch/parallel/experts.py)
 SUMMED = "replicated_with_grad_allreduce"  # each rank has the whole weight, and sees the heads that it holds
 
 
@@ -58,66 +65,108 @@ def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     return [(module, style) for _, module, style in found if style not in (None, EXPERTS)]
 
 
-def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split the matrices of ``model``'s layers over the ranks of ``mesh``."""
-    planned = cuts(model, mesh.size())
-    _share_inputs(model, {module for module, style in planned if style.startswith("colwise")}, mesh)
-    for module, style in planned:
-        if style == SUMMED:
-            _sum_gradients(module, mesh.get_group())
-            continue
+def cut_matrices(model: PreTrainedModel, mesh: DeviceMesh, feeding: Feeding) -> set[str]:
+    """Split the matrices of ``model``'s layers over the ranks of ``mesh``, and between them the tokens that ``feeding`` has.
+    Returns the names of the parameters of which each rank gets the gradient of its tokens or heads alone: the sum over the
+    ranks is the whole one."""
+    planned, tokens = cuts(model, mesh.size()), _Tokens(mesh, feeding)
+    partial_ones = [module for module, style in planned if style == SUMMED]
+    styles = {module: style for module, style in planned if style != SUMMED}
+    rows = {module for module, style in styles.items() if style.startswith("row")}
+    for stack in _stacks(model, styles):
+        for block in (blocks := _blocks(stack, styles)):
+            change = tokens.whole if _shares_input(block, styles.keys() - rows) else tokens.whole_alike
+            block.register_forward_pre_hook(_on_input(change), with_kwargs=True)
+            if not rows & set(block.modules()):  # the others' last matrix returns this rank's tokens
+                block.register_forward_hook(_on_output(tokens.own))
+        inside = {module for block in blocks for module in block.modules()} | {stack, *expert_modules(stack)}
+        partial_ones += [module for module in stack.modules() if module not in inside]
+        stack[0].register_forward_pre_hook(_on_input(tokens.of_words), with_kwargs=True)
+        stack[-1].register_forward_hook(_on_output(lambda own: tokens.whole_alike(own).clone()))  # FSDP warns of views
+    for module, style in styles.items():
         parts: list[Any] = [module]
         if is_adapted(module):  # the matrix with the side that is cut; the other one is on every rank
-            side: Any = module.lora_A if style.startswith("row") else module.lora_B
+            side: Any = module.lora_A if module in rows else module.lora_B
             parts = [module.base_layer, side["default"]]
+            partial_ones += list(module.lora_B.children()) if module in rows else []  # type: ignore[union-attr]
         for part in parts:
             parallelize_module(part, mesh, STYLES[style](), src_data_rank=None)  # every rank has the whole weight
+    found = {id(parameter) for module in partial_ones for parameter in module._parameters.values()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
 
 
-def _share_inputs(model: PreTrainedModel, columns: set[nn.Module], mesh: DeviceMesh) -> None:
-    """Make one DTensor of the input of several modules that are split by columns, such as queries, keys and values: their
-    gradients to it are summed over the ranks once, not each by itself."""
+def _stacks(model: PreTrainedModel, cut: Collection[nn.Module]) -> list[nn.ModuleList]:
+    """The lists of layers with modules that are ``cut``."""
+    found, inside = [], set[nn.Module]()
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and module not in inside and any(each in cut for each in module.modules()):
+            found.append(module)
+            inside.update(module.modules())
+    return found
 
-    def replicated(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+
+def _blocks(stack: nn.ModuleList, cut: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules of the layers ``stack`` that compute with all tokens: attention, and those that have matrices ``cut``."""
+    found, inside = [], set[nn.Module]()
+    for module in stack.modules():
+        if module not in inside and (hasattr(module, "is_causal") or any(each in cut for each in module.children())):
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def _shares_input(block: nn.Module, columns: Collection[nn.Module]) -> bool:
+    """Whether ``block`` gives its input to modules that are split by columns alone, such as queries, keys and values. As one
+    DTensor its gradients from them are summed over the ranks once, not each by itself."""
+    linear = [child for child in block.children() if isinstance(child, nn.Linear)]
+    among = [child for child in linear if child in columns]
+    return bool(among) and len(linear) - len(among) == 1  # the other one computes the block's output
+
+
+class _Tokens:
+    """The tokens of a micro-batch, of which each rank has a slice between blocks, by torch's chunk rule: dimension -2."""
+
+    def __init__(self, mesh: DeviceMesh, feeding: Feeding) -> None:
+        self._mesh, self._feeding = mesh, feeding
+
+    def whole(self, own: torch.Tensor) -> DTensor:
+        """All ranks' tokens; their gradients are summed over the ranks."""
+        packed = self._feeding.packed  # None: the model computes the probe, before it is fed anything else
+        count = PROBE if packed is None else packed.ids.shape[1]
+        like = torch.empty(*own.shape[:-2], count, own.shape[-1], device="meta")
+        at = [Shard(own.ndim - 2)]
+        part = DTensor.from_local(own, self._mesh, at, run_check=False, shape=like.shape, stride=like.stride())
+        return part.redistribute(placements=[Replicate()])
+
+    def whole_alike(self, own: torch.Tensor) -> torch.Tensor:
+        """All ranks' tokens, from which all ranks compute the same."""
+        return self.whole(own).to_local()
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        alike = DTensor.from_local(whole, self._mesh, [Replicate()], run_check=False)
+        return alike.redistribute(placements=[Shard(whole.ndim - 2)]).to_local()
+
+    def of_words(self, whole: torch.Tensor) -> torch.Tensor:
+        """:meth:`own` of [1, S, H] from embeddings. Nothing is sent for their gradient: a rank has that of its tokens, times
+        the ranks, since FSDP takes the mean over tensor-parallel ranks of what lies outside of layers."""
+        group = self._mesh.get_group()
+        own = own_slice(whole[0], group)[None].clone()
+        if own.requires_grad:
+            own.register_hook(lambda gradient: gradient * group.size())
+        return own
+
+
+def _on_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
-            return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]), kwargs
-        if (given := kwargs.get("hidden_states")) is not None:
-            kwargs = {**kwargs, "hidden_states": DTensor.from_local(given, mesh, [Replicate()], run_check=False)}
-        return args, kwargs
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
-    for block in model.modules():
-        linear = [child for child in block.children() if isinstance(child, nn.Linear)]
-        among = [child for child in linear if child in columns]
-        if len(among) > 1 and len(linear) - len(among) == 1:  # the other one computes the block's output
-            block.register_forward_pre_hook(replicated, with_kwargs=True)
+    return hook
 
 
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return weight.view_as(weight)
+def _on_output(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        summed = gradients[0].contiguous().clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
-
-
-def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of ``module``'s own weights over ``group`` in every backward, before they are accumulated. Each rank
-    has the same weight and other inputs, as norms of queries and keys have: its own heads."""
-    forward = module.forward
-
-    def summing(*args: Any, **kwargs: Any) -> Any:
-        weights = dict(module._parameters)
-        try:
-            for name, weight in weights.items():
-                if weight is not None:
-                    module._parameters[name] = _SumGradient.apply(weight, group)
-            return forward(*args, **kwargs)
-        finally:
-            module._parameters.update(weights)
-
-    module.forward = summing  # type: ignore[method-assign]
+    return hook

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from pipeline.index.client import Index, RunConfig
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest, SamplingParams, SwapTimes
 from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.torch.decoding.llama_forward import can_pack_in
 from stages.engines.torch.head import PIECE, float32_logits
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
@@ -96,6 +100,8 @@ def test_a_bfloat16_head_gives_float32_logits_and_not_those_of_its_own_grid(voca
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kind", ["tied", "untied", "biased", "experts"])
 def test_the_decoder_has_float32_logits_also_after_a_swap(kind: str, packed: bool) -> None:
+    if packed and not can_pack_in(torch.bfloat16):
+        pytest.skip("oneDNN packs no bfloat16 on this CPU")
     prompt, response = torch.arange(3, 9), torch.arange(9, 20)
     decoder = TorchDecoder(made(kind), torch.device("cpu"), packed=packed)
     with torch.inference_mode():
@@ -110,6 +116,31 @@ def test_the_decoder_has_float32_logits_also_after_a_swap(kind: str, packed: boo
         built = TorchDecoder(other, torch.device("cpu"), packed=packed).score(prompt, response)
     assert not torch.equal(swapped, before)
     assert torch.equal(swapped, built), "all weights are the new ones, the head's too"
+
+
+OLD_CPU = """
+import torch
+from stages.engines.torch.decoding.decoder import TorchDecoder
+from tests.stages.engines.torch.test_precision import made
+
+for dtype in (torch.bfloat16, torch.float32):
+    model = made("untied").to(dtype)
+    ids = torch.arange(3, 20)
+    expected = model(ids[None]).logits[0, 5:-1].float().log_softmax(-1)
+    decoder = TorchDecoder(model, torch.device("cpu"))
+    with torch.inference_mode():
+        found = decoder.score(ids[:6], ids[6:]).log_softmax(-1)
+    print(decoder.weights.packed, float((found - expected).abs().mean()) < 0.05)
+"""
+
+
+def test_a_cpu_whose_onednn_packs_no_bfloat16_decodes_in_it() -> None:
+    """As one without AVX-512: oneDNN is told so."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    made = subprocess.run(
+        [sys.executable, "-c", OLD_CPU], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert made.stdout.split() == ["False", "True", "True", "True"], made.stderr
 
 
 def test_the_trainers_logprobs_rest_on_float32_logits() -> None:

@@ -16,7 +16,7 @@ from stages.engines.strategies import Ranks
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.ranks import of_product
-from tests.stages.products import after_steps, first_step, name_of
+from tests.stages.products import after_steps, first_step, name_of, of_tokens
 from tests.stages.sharded import OPTIONS, gradients_of_step, model_of, positions, resumed, saved
 from tests.stages.sharded import algorithm as grpo
 
@@ -110,6 +110,23 @@ def test_gradients_and_three_steps_are_those_of_one_process(
     for name, value in found[0]["steps"].items():
         gap = np.linalg.norm(value - expected["steps"][name]) / np.linalg.norm(expected["steps"][name])
         assert gap < 1e-4, f"{name}: relative error {gap} after three steps"
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("qwen3", 2), ("moe", 4)])
+def test_tensor_parallel_ranks_divide_the_tokens_between_blocks(kind: str, tp: int) -> None:
+    """Each norm of a rank sees its part alone, also of tokens that do not divide; activations that are computed again give
+    the same bits."""
+    found = of_product({"tp": tp}, of_tokens, kind)
+    fed = found[0]["fed"]
+    assert any(tokens % tp for tokens in fed)
+    for rank, result in enumerate(found):
+        parts = (torch.arange(tokens).chunk(tp)[rank:] for tokens in fed)
+        own = [len(part[0]) if part else 0 for part in parts]
+        assert result["norms"] == [tokens for tokens in own for _ in range(4)], "two norms of each of two layers"
+        for name, gradient in result["first"].items():
+            np.testing.assert_array_equal(result["again"][name], gradient, err_msg=name)
+            gap = np.linalg.norm(gradient - alone(kind)["gradients"][name].numpy()) / np.linalg.norm(gradient)
+            assert gap < 1e-5, f"{name}: relative error {gap}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,296 @@
+"""``asyncdock plan run``, ``what-if`` and ``profile``: what a run of a recipe will do, before it runs.
+
+RECIPE ─┬─ costs: a run's folder, or the mock engines' options ─▶ simulation ─▶ throughput, shares, staleness, time
+        └─ --search --devices N ─▶ each split and staleness that fits ─▶ ranked, and the best written as a recipe
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from api.cli.local_run import create_and_show, fork_server, original_folder
+from api.cli.options import JsonOption, PlainOption, SetOption
+from api.cli.output import print_json, refuse, table
+from api.cli.recipe_files import RecipeArgument, find, load
+from api.terminal.live import duration
+from api.terminal.screen import safe_console
+
+if TYPE_CHECKING:
+    from orchestration.recipe.schema import Recipe
+    from orchestration.simulation.costs import Costs, LengthsOf
+    from orchestration.simulation.forecast import Forecast
+    from orchestration.simulation.search import Choice, CostsOf
+
+PROFILE_STEPS = 8
+WHAT_IF = {  # numbers of a forecast that are compared, and their forms
+    **{"tokens_per_second": ",.0f", "step_seconds": ".3g", "generation": ".1%", "training": ".1%", "waiting": ".1%"},
+    **{"staleness_mean": ".2f", "staleness_p95": "d", "staleness_max": "d"},
+}
+MOST_CHOICES = 12  # that are printed
+PLOT_WIDTH = 60
+SIGMA = 0.5  # of the logarithm of a length, where none is measured
+TENSOR_PARALLEL = (1, 2, 4, 8)
+
+DevicesOption = Annotated[
+    int, typer.Option("--devices", metavar="N", min=0, help="Devices to split, with --search. Default: the recipe's.")
+]
+
+
+def plan_run(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", metavar="RUN_DIR", help="A run whose measured costs count.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="Optimizer steps. Default: the recipe's.")] = 0,
+    hardware: Annotated[
+        str,
+        typer.Option(
+            "--hardware", metavar="NUMBERS", help="Of a device, as flops=400e12,bandwidth=3e12, to derive costs."
+        ),
+    ] = "",
+    response_tokens: Annotated[
+        float,
+        typer.Option("--response-tokens", min=0, help="Mean length with --hardware. Default: half of the longest."),
+    ] = 0,
+    price: Annotated[float, typer.Option("--price", min=0, help="Of a device, an hour: adds what the run costs.")] = 0,
+    search: Annotated[
+        bool, typer.Option("--search", help="Rank the splits of the devices, and the staleness.")
+    ] = False,
+    devices: DevicesOption = 0,
+    device_memory: Annotated[
+        str,
+        typer.Option("--device-memory", metavar="SIZE", help="Of a device, as 80GiB: leaves out what does not fit."),
+    ] = "",
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="FILE", help="With --search: write the best choice, a recipe in JSON."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict what a run of RECIPE does: throughput, the share of each stage, staleness, and the time to its end.
+
+    With --costs RUN_DIR --set KEY=VALUE it answers what that run would do with other keys."""
+    if (write or devices or device_memory) and not search:
+        refuse("--write, --devices and --device-memory: are for --search; add it")
+    loaded = load(find(recipe), set_, files=False)
+    costs_of, lengths = _costs(loaded, costs, hardware, response_tokens)
+    from orchestration.simulation.forecast import forecast, setup_of
+
+    have = loaded.devices
+    if search:
+        tensor_parallel = TENSOR_PARALLEL if hardware else ()
+        return _search(
+            loaded, costs_of, lengths, devices or have, tensor_parallel, device_memory, write, as_json=as_json
+        )
+    setup, of = setup_of(loaded, steps=steps), costs_of(loaded)
+    found = forecast(setup, of, lengths)
+    better = forecast(replace(setup, replicas=setup.replicas + 1), of, lengths)
+    later = replace(setup.plan, bound=setup.plan.bound + 1)
+    staler = forecast(replace(setup, plan=later), of, lengths)
+    if as_json:
+        return print_json(
+            {
+                "forecast": asdict(found),
+                "busiest": found.busiest,
+                "devices": have,
+                "one_more_replica": asdict(better),
+                "one_more_version": asdict(staler),
+                "price": price * have * found.seconds / 3600,
+                "costs": asdict(of),
+            }
+        )
+    safe_console().print(_forecast_view(loaded, found, better, staler, of, have, price))
+
+
+def plan_profile(
+    recipe: RecipeArgument,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="A new folder, for `plan run --costs DIR`.")],
+    set_: SetOption = None,
+    plain: PlainOption = False,
+) -> None:
+    """Measure the costs of RECIPE on this machine: execute a few optimizer steps of it in DIR."""
+    path, here = find(recipe).resolve(), Path.cwd()
+    short = [f"train.steps={PROFILE_STEPS}", f"checkpoint.every={PROFILE_STEPS}", "evaluate.every=0"]
+    with original_folder(path.parent), fork_server() as forks:
+        loaded = load(path, [*short, *(set_ or [])], here / out)
+        from orchestration.run.run import Run
+
+        raise typer.Exit(create_and_show(lambda: Run.create(loaded, here / out), forks, json=False, plain=plain))
+
+
+def plan_what_if(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, finished or running.")],
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict what the run in RUN_DIR would do with other keys, by its own costs."""
+    from orchestration.recipe.problems import RecipeError
+    from orchestration.simulation.recorded import NotMeasured
+    from orchestration.simulation.search import what_if
+
+    try:
+        _, now, changed = what_if(folder, set_ or [])
+    except (NotMeasured, RecipeError) as error:
+        refuse(error)
+    if as_json:
+        return print_json({"now": asdict(now), "changed": asdict(changed)})
+    shown = table("", "as it is", " ".join(set_ or ["unchanged"]), right=("as it is",))
+    for name, form in WHAT_IF.items():
+        shown.add_row(name.replace("_", " "), *(format(getattr(one, name), form) for one in (now, changed)))
+    shown.add_row("busiest", now.busiest, changed.busiest)
+    safe_console().print(shown)
+
+
+def _costs(recipe: Recipe, folder: Path | None, hardware: str, response_tokens: float) -> tuple[CostsOf, LengthsOf]:
+    from orchestration.simulation.costs import DrawnLengths
+    from orchestration.simulation.mock_costs import mock_costs, mock_lengths
+    from orchestration.simulation.search import scaled
+
+    if folder is not None:
+        from orchestration.simulation.recorded import NotMeasured, recorded_costs
+
+        try:
+            costs, lengths = recorded_costs(folder)
+        except NotMeasured as lacking:
+            refuse(f"--costs: {lacking}")
+        return scaled(costs, recipe.train.ranks), lengths
+    if hardware:
+        from orchestration.simulation.analytic import Hardware, analytic_costs
+
+        longest, size = recipe.rollout.max_tokens, recipe.algorithm.group_size
+        mean = response_tokens or longest / 2
+        try:
+            of = Hardware.of(hardware)
+            analytic_costs(recipe, of, mean)
+        except ValueError as error:
+            refuse(f"--hardware: {error}")
+        median = mean / math.exp(SIGMA**2 / 2)
+        lengths = DrawnLengths(size, longest, median=median, sigma=SIGMA, seed=recipe.seed)
+        return lambda changed: analytic_costs(changed, of, mean), lengths
+    if {recipe.rollout.engine, recipe.train.engine} == {"mock"}:
+        return scaled(mock_costs(recipe), recipe.train.ranks), mock_lengths(recipe)
+    refuse(
+        "--costs: what the engines of this recipe cost is not known; give the folder of a run of the same model on such "
+        "devices, or make one with `asyncdock plan profile RECIPE --out DIR`, or give numbers with --hardware"
+    )
+
+
+def _search(
+    recipe: Recipe,
+    costs: CostsOf,
+    lengths: LengthsOf,
+    devices: int,
+    tensor_parallel: Sequence[int],
+    device_memory: str,
+    write: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    from orchestration.recipe.load import compare_recipe
+    from orchestration.recipe.values import parse_size
+    from orchestration.simulation.search import search
+
+    try:
+        memory = int(str(parse_size(device_memory))) if device_memory else 0
+    except ValueError as error:
+        refuse(f"--device-memory: {error}")
+    try:
+        choices = search(recipe, costs, lengths, devices=devices, tensor_parallel=tensor_parallel, device_memory=memory)
+    except ValueError as error:
+        refuse(error)
+    if not choices or choices[0].forecast is None:
+        refuse(f"--search: no split of {devices} devices can run. {choices[0].refused if choices else ''}")
+    if write is not None:
+        write.write_text(compare_recipe(recipe, choices[0].changes).to_json() + "\n", encoding="utf-8")
+    if as_json:
+        return print_json({"choices": [asdict(choice) for choice in choices]})
+    safe_console().print(_search_view(choices))
+
+
+def _forecast_view(
+    recipe: Recipe, found: Forecast, better: Forecast, staler: Forecast, costs: Costs, devices: int, price: float
+) -> RenderableType:
+    more, later = (one.tokens_per_second / found.tokens_per_second - 1 for one in (better, staler))
+    if found.busiest == "training":
+        why = "training: the trainer is busy for the largest share of the time"
+    else:
+        why = "generation: the rollout workers are busy for the largest share of the time"
+    rows = [
+        (
+            "throughput",
+            f"{found.tokens_per_second:,.0f} tokens/s trained, {found.step_seconds:.3g} s an optimizer step",
+        ),
+        (
+            "share of time",
+            f"generation {found.generation:.1%}, training {found.training:.1%}, trainer waits {found.waiting:.1%}",
+        ),
+        ("limit", why),
+        (
+            "staleness",
+            f"mean {found.staleness_mean:.2f}, 95 % of samples {found.staleness_p95} or less, largest {found.staleness_max} "
+            f"(bound {recipe.pipeline.staleness})",
+        ),
+        (
+            "run",
+            duration(found.seconds)
+            + (f", {price * devices * found.seconds / 3600:,.2f} for {devices} devices" if price else ""),
+        ),
+        ("one more", f"rollout worker {more:+.1%} tokens/s, version of pipeline.staleness {later:+.1%}"),
+    ]
+    shown = table("", "")
+    for name, text in rows:
+        shown.add_row(name, text)
+    sources = sorted({source for source in costs.sources.values()})
+    return Group(shown, Text(f"\ncosts: {'; '.join(sources)}"))
+
+
+def _search_view(choices: list[Choice]) -> RenderableType:
+    shown = table(
+        "", "keys", "devices", "tokens/s", "step", "generation", "training", "staleness", right=("devices", "tokens/s")
+    )
+    runs = [choice for choice in choices if choice.forecast is not None]
+    for choice in runs[:MOST_CHOICES]:
+        one: Any = choice.forecast
+        shown.add_row(
+            "*" if choice.pareto else "",
+            " ".join(choice.changes),
+            str(choice.devices),
+            f"{one.tokens_per_second:,.0f}",
+            f"{one.step_seconds:.3g} s",
+            f"{one.generation:.0%}",
+            f"{one.training:.0%}",
+            f"{one.staleness_mean:.2f}",
+        )
+    notes = [Text("* no other choice has both more tokens/s and a lower mean staleness")]
+    left = [choice for choice in choices if choice.forecast is None]
+    if left:
+        notes.append(Text(f"{len(left)} choices cannot run; the first: {' '.join(left[0].changes)}: {left[0].refused}"))
+    return Group(shown, *notes, Text(), Text(_pareto_plot(runs)))
+
+
+def _pareto_plot(runs: list[Choice]) -> str:
+    """Tokens/s to the right, mean staleness downwards, a line for each tenth of a version that occurs."""
+    most = max(choice.forecast.tokens_per_second for choice in runs if choice.forecast)
+    lines = dict[float, list[str]]()
+    for choice in runs:
+        if choice.forecast is not None:
+            line = lines.setdefault(round(choice.forecast.staleness_mean, 1), [" "] * (PLOT_WIDTH + 1))
+            at = round(PLOT_WIDTH * choice.forecast.tokens_per_second / most)
+            line[at] = "*" if choice.pareto or line[at] == "*" else "·"
+    body = [f"{age:9.1f} |{''.join(line).rstrip()}" for age, line in sorted(lines.items())]
+    return "\n".join(["staleness", *body, f"{'':9} +{'-' * PLOT_WIDTH} {most:,.0f} tokens/s"])
+
+
+def add_plan_commands(app: typer.Typer) -> None:
+    app.command("run")(plan_run)
+    app.command("what-if")(plan_what_if)
+    app.command("profile")(plan_profile)

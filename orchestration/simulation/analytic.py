@@ -1,0 +1,117 @@
+"""Costs of a model on devices given by numbers, where no run has measured them.
+
+    decoding    each token reads the weights once for all rows, and each row its keys and values: bytes over bandwidth
+    training    6 operations a parameter and token (8 with activation checkpointing), and attention; bytes that ranks send
+    reference   2 operations a parameter and token          swap    bytes of the weights over the link
+
+Rates that are really reached, not those of data sheets, give the better forecast: a profile, or `--costs`, gives the best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Sizes
+from orchestration.recipe.model_files import experts_of
+from orchestration.recipe.planner import config_of, parameters_of, prompt_limits, trained_state
+from orchestration.recipe.problems import value_or_none
+from orchestration.recipe.schema import Recipe
+from orchestration.simulation.costs import Costs
+from orchestration.simulation.mock_costs import prompt_tokens_of
+from stages.engines.costs import Step, sent
+from stages.engines.strategies import Ranks
+
+BETWEEN_STEPS = 0.2  # seconds: claims, commits and the step's event of some thousand samples
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Of one device: operations a second that matrix products reach, bytes/s of its memory, and bytes/s between devices of
+    a node, ``node`` devices each, and between nodes."""
+
+    flops: float
+    bandwidth: float
+    within: float = 200e9
+    between: float = 25e9
+    node: int = 8
+
+    @classmethod
+    def of(cls, text: str) -> Hardware:
+        """From ``flops=400e12,bandwidth=3e12``. Raises ValueError with what is wrong."""
+        given, names = dict[str, float](), [field.name for field in fields(cls)]
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            if name.strip() not in names:
+                raise ValueError(f"{name.strip()!r} is not known; write NAME=NUMBER of {', '.join(names)}")
+            try:
+                given[name.strip()] = float(value)
+            except ValueError:
+                raise ValueError(f"{name.strip()} = {value!r} is no number; write it as 400e12") from None
+        lacking = [name for name in ("flops", "bandwidth") if not given.get(name, 0) > 0]
+        if lacking or min(given.values()) <= 0:
+            raise ValueError(
+                f"{', '.join(lacking) or 'each number'} must be given, above 0; as flops=400e12,bandwidth=3e12"
+            )
+        return cls(**{**given, "node": int(given.get("node", 8))})  # type: ignore[arg-type]
+
+
+def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -> Costs:
+    """Costs of ``recipe`` with responses of ``response_tokens`` on average. Raises ValueError where the model's sizes are
+    not known."""
+    config, parameters = config_of(recipe.model.source), parameters_of(recipe)
+    sizes = Sizes.of(config)
+    if sizes is None or parameters is None:
+        raise ValueError(
+            f"model.source: the sizes of {recipe.model.source!r} are not known; give a checkpoint's folder"
+        )
+    experts, chosen = experts_of(config)
+    idle = sizes.experts * sizes.layers * (1 - chosen / experts) if experts else 0.0
+    active = parameters - idle - (0 if config.get("tie_word_embeddings", True) else sizes.vocabulary * sizes.width)
+    limit = prompt_limits(recipe).tokens or 0  # where the prompts are not here
+    item, prompt = ITEM_BYTES[recipe.model.dtype], value_or_none(lambda: prompt_tokens_of(recipe)) or float(limit)
+    ranks, tp = Ranks.of(0, recipe.train), recipe.rollout.vllm.tensor_parallel if recipe.rollout.engine == "vllm" else 1
+    row = prompt + response_tokens
+    weights = (parameters - idle) * item / tp / hardware.bandwidth
+    cached = (
+        2 * sizes.layers * sizes.kv_heads * sizes.head * item * (prompt + response_tokens / 2) / tp / hardware.bandwidth
+    )
+    operations = 2 * active / tp / hardware.flops
+    tokens = recipe.train.groups_per_step * (prompt + recipe.algorithm.group_size * response_tokens)
+    passes = 8 if recipe.train.activation_checkpointing else 6
+    attention = passes * sizes.layers * sizes.heads * sizes.head * row / 2
+    compute = (passes * active + attention) / ranks.world / hardware.flops
+    sending = _sending(recipe, ranks, hardware, tokens, sizes.width, sizes.head, chosen)
+    link = hardware.between if ranks.world + recipe.rollout.workers > hardware.node else hardware.within
+    known = dict.fromkeys(Costs.__dataclass_fields__, "derived from the model's sizes and --hardware")
+    return Costs(
+        row_rate=1 / weights,
+        saturation_rows=max(1.0, weights / operations),
+        row_seconds=cached,
+        prefill_rate=1 / operations,
+        prompt_tokens=prompt,
+        swap_seconds=parameters * item / tp / hardware.bandwidth,
+        copy_seconds=parameters * item / link,
+        step_seconds=sending,
+        token_seconds=compute,
+        reference_token_seconds=operations * tp,
+        between_steps=BETWEEN_STEPS,
+        sources={**known, "between_steps": "assumed"},
+    )
+
+
+def _sending(
+    recipe: Recipe, ranks: Ranks, hardware: Hardware, tokens: float, width: int, head: int, chosen: int
+) -> float:
+    """Seconds of a step in which a rank waits for what ranks send; gathers of weights are beside compute."""
+    if ranks.world == 1:
+        return 0.0
+    budget = recipe.train.token_budget * ranks.cp
+    passes = max(1, round(tokens / ranks.dp / budget))
+    step = Step(
+        (int(tokens / ranks.dp / passes),) * passes, width, chosen, head=head, item=ITEM_BYTES[recipe.model.dtype]
+    )
+    nbytes = sent(trained_state(recipe), ranks, step, recipe.train.context_parallel)
+    spans = {"tp": ranks.tp, "cp": ranks.tp * ranks.cp, "ep": ranks.ep}
+    links = {name: spans.get(name, ranks.world) <= hardware.node for name in nbytes}
+    waits = (size / (hardware.within if links[name] else hardware.between) for name, size in nbytes.items())
+    return sum(wait for name, wait in zip(nbytes, waits, strict=True) if name not in ("dp", "dp_replicate"))

@@ -1,0 +1,98 @@
+"""Costs that a simulated run is made of, each with where it comes from.
+
+a mock recipe ──▶ the options of its latency model (mock_costs.py) ───┐
+a run's events ──▶ rates, lengths and times measured (recorded.py) ───┼─▶ Costs ──▶ simulator
+a model's sizes ──▶ operations and bytes by rates given (analytic.py) ┘
+
+Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+LengthsOf = Callable[[int], Sequence[int]]
+"""Group number -> tokens of each of its responses."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds and rates (tokens/s) of one worker of each stage.
+
+    A replica decodes ``row_rate`` tokens/s for each response while at most ``saturation_rows`` decode; more of them share
+    what these had. Each decoding response adds ``row_seconds`` to a token of all (its keys and values are read). An
+    optimizer step takes ``step_seconds`` and ``token_seconds`` for each token: responses, and the prompt of each group once.
+    ``between_steps``: claim, commit and publishing, in which nothing is trained. ``swap_seconds`` of a swap nothing decodes,
+    ``copy_seconds`` are beside decoding. ``sources``: for each field, where its value comes from."""
+
+    row_rate: float
+    step_seconds: float
+    token_seconds: float
+    saturation_rows: float = 64.0
+    row_seconds: float = 0.0
+    prefill_rate: float = 5000.0
+    prompt_tokens: float = 0.0
+    swap_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    reference_token_seconds: float = 0.0
+    reward_seconds: float = 0.0
+    between_steps: float = 0.0
+    restart_seconds: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def rate(self, rows: int) -> float:
+        """Tokens/s of each of so many responses that decode together."""
+        return 1 / (max(1.0, rows / self.saturation_rows) / self.row_rate + rows * self.row_seconds)
+
+
+class DrawnLengths:
+    """Lengths of responses, ``longest`` tokens at most; the same for the same seed. Drawn with replacement from the groups
+    ``measured`` (responses of a group have similar lengths), or log-normal. A share ``stragglers`` is ``times`` as long."""
+
+    CHUNK = 4096  # groups that are drawn at once
+
+    def __init__(
+        self,
+        group_size: int,
+        longest: int,
+        *,
+        measured: Sequence[Sequence[int]] = (),
+        median: float = 1.0,
+        sigma: float = 0.0,
+        seed: int = 0,
+        stragglers: float = 0.0,
+        times: float = 1.0,
+    ) -> None:
+        self.group_size, self.longest, self.seed = group_size, longest, seed
+        self._median, self._sigma = median, sigma
+        self._measured = np.array([np.resize(group, group_size) for group in measured])
+        self._stragglers, self._times = stragglers, times
+        self._chunks: dict[int, list[list[int]]] = {}
+
+    def __call__(self, group: int) -> Sequence[int]:
+        chunk, at = divmod(group, self.CHUNK)
+        if chunk not in self._chunks:
+            self._chunks[chunk] = self._draw(chunk)
+        return self._chunks[chunk][at]
+
+    def of_groups(self, group_size: int) -> DrawnLengths:
+        """The same lengths in groups of another size."""
+        other = copy.copy(self)
+        other.group_size, other._chunks = group_size, {}
+        other._measured = np.array([np.resize(group, group_size) for group in self._measured])
+        return other
+
+    def _draw(self, chunk: int) -> list[list[int]]:
+        random, shape = np.random.default_rng([self.seed, chunk]), (self.CHUNK, self.group_size)
+        if len(self._measured):
+            drawn = self._measured[random.integers(len(self._measured), size=self.CHUNK)].astype(float)
+        else:
+            drawn = self._median * random.lognormal(0.0, self._sigma, shape)
+        if self._stragglers:
+            drawn = np.where(random.random(shape) < self._stragglers, drawn * self._times, drawn)
+        found: list[list[int]] = np.clip(drawn.round(), 1, self.longest).astype(int).tolist()
+        return found

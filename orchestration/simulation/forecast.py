@@ -1,0 +1,100 @@
+"""What a run of a recipe will do, by simulation: throughput, share of each stage, staleness, and time to its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from orchestration.recipe.schema import Recipe
+from orchestration.simulation.costs import Costs, LengthsOf
+from orchestration.simulation.simulator import Setup, Simulator, Step
+
+SETTLED_STEPS = (
+    5  # the pipeline fills in the first steps of a run, and drains in the last; at most a quarter of the steps each
+)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Between the first and last steps of a simulated run. Shares are of that time: ``generation`` in which the replicas'
+    decoding capacity was in use for the tokens trained, ``decoding`` (of the whole run) in which a replica has responses
+    to decode, ``training`` in which the trainer trained, ``waiting`` in which it
+    waited for samples. Staleness in versions, of a sample. ``seconds``: of the whole run."""
+
+    tokens_per_second: float
+    step_seconds: float
+    generation: float
+    decoding: float
+    training: float
+    waiting: float
+    staleness_mean: float
+    staleness_p95: int
+    staleness_max: int
+    seconds: float
+
+    @property
+    def busiest(self) -> str:
+        """The stage that limits the throughput."""
+        return "generation" if self.generation > self.training else "training"
+
+
+def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
+    """The workers and limits of ``recipe``, for ``steps`` optimizer steps (0: the recipe's)."""
+    plan, size, replicas = recipe.staleness_plan, recipe.algorithm.group_size, recipe.replicas
+    alone = replicas == 1 and not recipe.launch.autoscale.max
+    overlap = recipe.pipeline.staleness > 0
+    return Setup(
+        plan,
+        group_size=size,
+        steps=steps or recipe.train.steps,
+        replicas=replicas,
+        max_rows=recipe.rollout.max_rows,
+        most_rows=max(recipe.rollout.max_rows, plan.groups_per_step * size if alone else 0),
+        first_groups=-(-plan.groups_per_step // replicas),
+        budget=recipe.rollout.budget,
+        cut=recipe.rollout.on_update == "cut",
+        at_once=recipe.swaps_at_once if overlap else 0,
+        colocated=recipe.colocated,
+        references=1 if recipe.needs_reference else 0,
+        paced=recipe.is_paced,
+        seed=recipe.seed,
+    )
+
+
+def forecast(setup: Setup, costs: Costs, lengths: LengthsOf) -> Forecast:
+    """Simulate a run. Raises RuntimeError where it would stand still."""
+    simulator = Simulator(setup, costs, lengths)
+    steps = simulator.run()
+    return summary(steps, setup, costs, sum(replica.busy for replica in simulator.replicas))
+
+
+def margin_of(steps: int) -> int:
+    """Steps at either end of a run of ``steps`` that are left out."""
+    return min(SETTLED_STEPS, steps // 4)
+
+
+def summary(steps: list[Step], setup: Setup, costs: Costs, busy: float) -> Forecast:
+    """What the simulated ``steps`` came to. ``busy``: seconds in which replicas decoded, added up."""
+    margin = margin_of(len(steps))
+    between = steps[margin : len(steps) - margin + 1] if margin else steps
+    began = steps[margin - 1].at if margin else 0.0
+    seconds, tokens = between[-1].at - began, sum(step.tokens for step in between)
+    capacity = setup.replicas * max(rows * costs.rate(rows) for rows in range(1, setup.max_rows + 1))
+    stale = sum((Counter(step.staleness) for step in between), Counter[int]())
+    rows, passed, p95 = sum(stale.values()), 0, 0
+    for p95 in sorted(stale):
+        passed += stale[p95]
+        if passed >= 0.95 * rows:
+            break
+    return Forecast(
+        tokens_per_second=tokens / seconds,
+        step_seconds=seconds / len(between),
+        generation=tokens / capacity / seconds,
+        decoding=busy / setup.replicas / steps[-1].at,
+        training=sum(step.train_seconds for step in between) / seconds,
+        waiting=sum(step.waited for step in between) / seconds,
+        staleness_mean=sum(age * count for age, count in stale.items()) / rows,
+        staleness_p95=p95,
+        staleness_max=max(max(step.staleness) for step in steps),
+        seconds=steps[-1].at,
+    )

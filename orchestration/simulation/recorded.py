@@ -1,0 +1,167 @@
+"""Costs measured in a finished or running run: from its events, and the lengths from its samples.
+
+    steps ──▶ seconds a token trained, seconds between steps        rollout workers ──▶ tokens/s of a response
+    swaps ──▶ seconds in which nothing decodes, and beside it       samples ──▶ lengths, by group
+
+The rate of generation is fitted: where the trainer has waited for samples, the simulated run is as fast with it as the
+measured one; elsewhere its rollout workers are busy for the same share of the time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from orchestration.events_file import METRICS, read_metrics
+from orchestration.recipe.schema import Recipe
+from orchestration.run.paths import RECIPE
+from orchestration.simulation.costs import Costs, DrawnLengths
+from orchestration.simulation.forecast import forecast, margin_of, setup_of
+from pipeline.events import Event
+from stages.sample_log import FOLDER, read
+
+FEWEST_STEPS = 4
+LAST_BYTES = 64 << 20  # of the file of events
+SAMPLES = 4096  # the newest, whose lengths count
+WAITED = 0.05  # share of the time that the trainer has waited for samples: from here on generation limits the run
+LEAST_BUSY = 0.02  # share of the time that rollout workers are busy, or idle, below which it says nothing of their rate
+FITTED_SAMPLES = 200_000  # that are simulated for a fit, about
+WITHIN, HALVINGS = 8.0, 12  # the rate of generation is looked for within this factor, by so many halvings
+
+
+class NotMeasured(ValueError):
+    """The run's folder lacks what costs are measured from. The message says what."""
+
+
+def recorded_costs(folder: Path) -> tuple[Costs, DrawnLengths]:
+    """Costs and lengths of the run in ``folder``, by its newest events. Raises NotMeasured."""
+    return measured_costs(read_metrics(folder / METRICS, LAST_BYTES), folder)
+
+
+def recipe_of(folder: Path) -> Recipe:
+    """The recipe of the run in ``folder``. Raises NotMeasured."""
+    try:
+        return Recipe.from_json((folder / RECIPE).read_bytes())
+    except FileNotFoundError:
+        raise NotMeasured(f"{folder}: holds no {RECIPE}; give the folder of a run") from None
+
+
+def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None = None) -> tuple[Costs, DrawnLengths]:
+    """As :func:`recorded_costs`, from events of the run, all or those of some steps in a row. ``recipe``: with what the run
+    has changed of it since it began."""
+    recipe = recipe or recipe_of(folder)
+    events, steps, trainer = defaultdict[str, list[Mapping[str, Any]]](list), list[Event](), list[tuple[float, ...]]()
+    for event in stream:
+        events[event.kind].append(event.data)
+        if event.kind == "step" and event.data.get("train_seconds"):
+            steps.append(event)
+        elif event.kind == "stage" and event.data["stage"] == "update":
+            trained = sum(step.data["train_seconds"] for step in steps)
+            trainer.append((event.data["wall"], event.data["waiting_input"], trained, len(steps)))
+    if len(steps) < FEWEST_STEPS:
+        raise NotMeasured(f"{folder}: {len(steps)} optimizer steps are too few to measure; let it make {FEWEST_STEPS}")
+    fed = [step.data["rows"] * step.data["response_length_mean"] for step in steps[1:]]
+    by_token, by_step = _line(fed, [step.data["train_seconds"] for step in steps[1:]])
+    row_rate, rows, busy = _decoding(events["stage"], recipe.rollout.max_rows)
+    swaps = [swap for swap in events["sync"] if swap["worker"].startswith("rollout-") and swap.get("exposed_seconds")]
+    reference = [one for one in events["stage"] if one["stage"] == "reference" and one["tokens"] and one.get("busy")]
+    between, waited = _between(trainer)
+    costs = Costs(
+        row_rate=row_rate,
+        saturation_rows=rows,
+        prefill_rate=float("inf"),  # the time of prompts is in the rates
+        step_seconds=by_step,
+        token_seconds=by_token,
+        swap_seconds=median(swap["exposed_seconds"] for swap in swaps) if swaps else 0.0,
+        copy_seconds=median(swap.get("hidden_seconds") or 0.0 for swap in swaps) if swaps else 0.0,
+        reference_token_seconds=reference[-1]["busy"] / reference[-1]["tokens"] if reference else 0.0,
+        between_steps=between,
+        sources=dict.fromkeys(Costs.__dataclass_fields__, f"measured in {folder.name}"),
+    )
+    found = _lengths(folder / FOLDER, steps[0].data["step"])
+    found = found or [[round(step.data["response_length_mean"])] for step in steps]
+    lengths = DrawnLengths(recipe.algorithm.group_size, recipe.rollout.max_tokens, measured=found, seed=recipe.seed)
+    return _fitted(costs, lengths, recipe, steps, None if waited > WAITED else busy), lengths
+
+
+def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:
+    """Tokens of the newest samples below ``folder``, by group, of ``oldest_step`` and later ones."""
+    by_group = defaultdict[tuple[int, int], list[int]](list)
+    for sample in read(folder, lambda _: True, limit=SAMPLES, oldest_step=oldest_step)[0]:
+        by_group[sample["step"], sample["group"]].append(sample["tokens"])
+    return list(by_group.values())
+
+
+def _fitted(costs: Costs, lengths: DrawnLengths, recipe: Recipe, steps: list[Event], busy: float | None) -> Costs:
+    """``costs`` with the rate of generation with which the simulated run is as the measured one: in the share of time in
+    which rollout workers are ``busy``; None: in tokens/s."""
+    if busy is not None and not LEAST_BUSY < busy < 1 - LEAST_BUSY:
+        return costs  # any rate would do
+    rows = recipe.train.groups_per_step * recipe.algorithm.group_size
+    simulated = max(6, min(16, FITTED_SAMPLES // (HALVINGS * rows)))
+    margin, setup = margin_of(len(steps)), setup_of(recipe, steps=simulated)
+    between = steps[max(1, margin) : len(steps) - margin + 1]
+    seconds = between[-1].time - steps[max(1, margin) - 1].time
+    wanted = sum(step.data["rows"] * step.data["response_length_mean"] for step in between) / seconds
+    slow, fast = costs.row_rate / WITHIN, costs.row_rate * WITHIN
+    for _ in range(HALVINGS):
+        middle = (slow * fast) ** 0.5
+        found = forecast(setup, replace(costs, row_rate=middle), lengths)
+        if found.tokens_per_second < wanted if busy is None else found.decoding > busy:
+            slow = middle
+        else:
+            fast = middle
+    return replace(costs, row_rate=(slow * fast) ** 0.5)
+
+
+def _line(x: list[float], y: list[float]) -> tuple[float, float]:
+    """Slope and offset of y over x, neither below 0. Where x hardly varies, or does not explain y, all is slope."""
+    at, of = fmean(x), fmean(y)
+    spread = sum((one - at) ** 2 for one in x)
+    slope = sum((one - at) * (other - of) for one, other in zip(x, y, strict=True)) / spread if spread else 0.0
+    explained = slope**2 * spread / (sum((other - of) ** 2 for other in y) or 1.0)
+    if explained < 0.5 or not 0 < slope * at < of:
+        return of / at, 0.0
+    return slope, of - slope * at
+
+
+def _between(trainer: list[tuple[float, ...]]) -> tuple[float, float]:
+    """Seconds a step that the trainer neither trained nor waited for samples, after the first step; and the share of the
+    time that it waited. A share that is small counts as its turn-around: the samples lay ready."""
+    after = [moment for moment in trainer if moment[3] > 0]
+    if not after or after[-1][3] == after[0][3]:
+        return 0.0, 0.0
+    wall, waited, trained, steps = (last - first for first, last in zip(after[0], after[-1], strict=True))
+    turn = wall - trained - (waited if waited / wall > WAITED else 0.0)
+    return max(0.0, turn / steps), waited / wall
+
+
+def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, float, float]:
+    """Tokens/s of one response, over the time that responses were held by a rollout worker, of which ``max_rows`` decode;
+    how many of them did when it was nearly full; and the share of the time that the workers were busy. Where none was held
+    at any report, half of ``max_rows`` were while the worker was busy."""
+    decoding, row_seconds, tokens, busy, wall = list[float](), 0.0, 0, 0.0, 0.0
+    before = dict[str, Mapping[str, Any]]()
+    for now in stages:
+        if now["stage"] != "rollout":
+            continue
+        last = before.get(now["worker"])
+        if last and last["tokens"] and now["wall"] > last["wall"]:  # less: another process of that name
+            held = min(max_rows, (now["in_flight"] + last["in_flight"]) / 2)
+            decoding.append(min(max_rows, now["in_flight"]))
+            row_seconds += held * (now["wall"] - last["wall"])
+            tokens += now["tokens"] - last["tokens"]
+            busy += now["busy"] - last["busy"]
+            wall += now["wall"] - last["wall"]
+        before[now["worker"]] = now
+    if not row_seconds:
+        decoding, row_seconds = [max_rows], busy * max_rows / 2
+    if tokens <= 0 or row_seconds <= 0:
+        raise NotMeasured(
+            "the run has no rollout worker that reported tokens; give a run that has generated its responses"
+        )
+    return tokens / row_seconds, max(1.0, sorted(decoding)[int(0.9 * (len(decoding) - 1))]), busy / wall

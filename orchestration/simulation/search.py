@@ -1,0 +1,141 @@
+"""Which split of devices and which staleness: every choice that fits is simulated, and the rest is ranked. And what a run
+would do with other keys.
+
+    devices ──▶ rollout workers × ranks of training (× reference) ──┐
+    staleness 0 … 8 ────────────────────────────────────────────────┴▶ check ─▶ memory ─▶ simulate ─▶ rank, Pareto
+
+With measured costs, training on n times the ranks takes 1/n of the time of its tokens, which is right while communication is
+hidden, and an engine decodes as fast as the one that was measured. With derived costs, bytes that ranks send count too, and
+tensor-parallel ranks are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from orchestration.recipe.load import compare_recipe
+from orchestration.recipe.planner import arena_bytes, memory_of
+from orchestration.recipe.problems import Problem, RecipeError
+from orchestration.recipe.schema import Recipe
+from orchestration.simulation.costs import Costs, LengthsOf
+from orchestration.simulation.forecast import Forecast, forecast, setup_of
+from orchestration.simulation.recorded import recipe_of, recorded_costs
+
+SIMULATED = (  # keys of a recipe whose effect is simulated
+    *("pipeline.staleness", "pipeline.window", "pipeline.admission", "train.groups_per_step", "algorithm.group_size"),
+    *("rollout.workers", "rollout.max_rows", "rollout.budget", "rollout.on_update", "train.dp", "train.tp"),
+    *("sync.rolling", "sync.at_once"),
+)
+BOUNDS = (0, 1, 2, 3, 4, 8)
+SAMPLES = 1_000_000  # that a search simulates, at most: some seconds
+ROOM = 1 << 40  # bytes of an arena that has room for any run
+FEWEST_STEPS, MOST_STEPS = 8, 40
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A split of devices. ``changes``: keys of the recipe, as with ``--set``. ``pareto``: no other choice has both more
+    tokens/s and a lower mean staleness. ``refused``: why it cannot run; its forecast is None then."""
+
+    changes: tuple[str, ...]
+    devices: int
+    forecast: Forecast | None
+    refused: str = ""
+    pareto: bool = False
+
+
+CostsOf = Callable[[Recipe], Costs]
+
+
+def scaled(costs: Costs, ranks: int) -> CostsOf:
+    """``costs`` measured with training on ``ranks`` ranks, for recipes with other numbers of them."""
+    return lambda recipe: replace(costs, token_seconds=costs.token_seconds * ranks / recipe.train.ranks)
+
+
+def what_if(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, Forecast, Forecast]:
+    """The recipe of the run in ``folder`` with ``overrides`` (``KEY=VALUE``, of :data:`SIMULATED`), and by the run's own
+    costs a forecast of it as it is and of the changed one. Raises NotMeasured and RecipeError."""
+    recipe = recipe_of(folder)
+    given = [(key.strip(), value) for key, _, value in (override.partition("=") for override in overrides)]
+    fix = f"use some of {', '.join(SIMULATED)}"
+    if other := [Problem(key, value, "is not simulated", fix) for key, value in given if key not in SIMULATED]:
+        raise RecipeError(recipe.name, other)
+    changed = compare_recipe(recipe, overrides)
+    costs, lengths = recorded_costs(folder)
+    of, found = scaled(costs, recipe.train.ranks), []
+    for one in (recipe, changed):
+        rows = one.train.groups_per_step * one.algorithm.group_size
+        drawn = lengths.of_groups(one.algorithm.group_size)
+        steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (10 * rows)))
+        found.append(forecast(setup_of(one, steps=steps), of(one), drawn))
+    return changed, found[0], found[1]
+
+
+def search(
+    recipe: Recipe,
+    costs: CostsOf,
+    lengths: LengthsOf,
+    *,
+    devices: int,
+    bounds: Sequence[int] = BOUNDS,
+    tensor_parallel: Sequence[int] = (),
+    device_memory: int = 0,
+) -> list[Choice]:
+    """Simulate the splits of ``devices`` devices at each of ``bounds``; the fastest first, those that cannot run last.
+    ``tensor_parallel``: values of train.tp, none: the recipe's. ``device_memory``: bytes of a device, 0: not looked at.
+    Raises ValueError where the devices are too few."""
+    others = devices - (1 if recipe.reference_is_here else 0)
+    if others < 2:
+        raise ValueError(
+            f"--devices: {devices} is too few; rollout, training and a reference of its own take a device each, here "
+            f"{devices - others + 2}"
+        )
+    wanted = list(_changes(recipe, others, bounds, tensor_parallel or (recipe.train.tp,)))
+    rows = recipe.train.groups_per_step * recipe.algorithm.group_size
+    steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (len(wanted) * rows)))
+    found = [_tried(recipe, changes, costs, lengths, steps, device_memory) for changes in wanted]
+    runs = sorted((choice for choice in found if choice.forecast), key=_speed, reverse=True)
+    freshest, marked = float("inf"), []
+    for choice in runs:
+        assert choice.forecast is not None
+        best = choice.forecast.staleness_mean < freshest
+        freshest = min(freshest, choice.forecast.staleness_mean)
+        marked.append(replace(choice, pareto=best))
+    return marked + [choice for choice in found if choice.forecast is None]
+
+
+def _speed(choice: Choice) -> float:
+    return choice.forecast.tokens_per_second if choice.forecast else 0.0
+
+
+def _changes(
+    recipe: Recipe, devices: int, bounds: Sequence[int], tensor_parallel: Sequence[int]
+) -> Iterator[tuple[str, ...]]:
+    for tp, ranks in itertools.product(tensor_parallel, range(1, devices)):
+        each = recipe.train.ranks // recipe.train.dp // recipe.train.tp * tp  # devices of one replica of the trainer
+        if ranks * each < devices:
+            tps = () if tp == recipe.train.tp else (f"train.tp={tp}",)
+            split = f"rollout.workers={devices - ranks * each}", f"train.dp={ranks}", *tps
+            yield from ((*split, f"pipeline.staleness={bound}") for bound in bounds)
+
+
+def _tried(
+    recipe: Recipe, changes: tuple[str, ...], costs: CostsOf, lengths: LengthsOf, steps: int, device_memory: int
+) -> Choice:
+    try:
+        needed = arena_bytes(compare_recipe(recipe, (*changes, f"pipeline.arena={ROOM}")))
+        if needed > recipe.pipeline.arena:
+            changes = (*changes, f"pipeline.arena={needed}")
+        changed = compare_recipe(recipe, changes)
+    except RecipeError as error:
+        return Choice(changes, 0, None, refused="; ".join(map(str, error.problems)))
+    devices = changed.devices
+    if device_memory:
+        for engine, parts in memory_of(changed).items():
+            if sum(parts.values()) > device_memory:
+                why = f"{engine}: {sum(parts.values())} bytes of a device's {device_memory}"
+                return Choice(changes, devices, None, refused=why)
+    return Choice(changes, devices, forecast(setup_of(changed, steps=steps), costs(changed), lengths))

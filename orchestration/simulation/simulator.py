@@ -1,0 +1,424 @@
+"""Simulates a run as a sequence of events, with the rules of the real one and the costs given.
+
+    gate admits q < (v + S + 1)·P ──▶ a replica with room and a version that may ──▶ rows decode (mock engine's clock)
+         ▲                                                                               │ all rows of the group ended
+         │                                                                    rewards, reference ──▶ dropped?
+         └── v + 1 published ◀── between_steps ◀── step ◀── P groups, within the window ◀┘
+                  └──▶ each replica: copy, its turn, swap
+
+Rules and arithmetic of the bound are :mod:`pipeline.staleness`'s; a replica's clock is that of
+:mod:`stages.engines.mock.engines`: one clock for all rows, whose rate depends on how many decode. Nothing here sleeps: a
+simulated run of 100,000 samples takes about a second. Equal arguments give equal results.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from random import Random
+
+from orchestration.simulation.costs import Costs, LengthsOf
+from pipeline.pacing import Pacer
+from pipeline.staleness import StalenessPlan
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The workers and limits of a simulated run. ``max_rows``: responses that a replica decodes at once, of ``most_rows``
+    that it holds. ``first_groups``: groups of a replica's first claim. ``budget``: tokens of one visit of a response, 0:
+    all. ``cut``: a swap parks what decodes. ``at_once``: replicas that may swap together, 0: all. ``references``: workers
+    that compute reference logprobs, 0: no such stage. ``dropped``: share of groups that leave untrained. ``failures``: of
+    each replica, an hour. ``room``: groups that the warehouses hold, with those trained since a checkpoint, which is made
+    ``checkpoint_every`` steps. ``paced``: the gate admits groups as late as keeps the trainer fed."""
+
+    plan: StalenessPlan
+    group_size: int
+    steps: int
+    replicas: int = 1
+    max_rows: int = 64
+    most_rows: int = 64
+    first_groups: int = 1
+    budget: int = 0
+    cut: bool = False
+    at_once: int = 0
+    colocated: bool = False
+    references: int = 0
+    dropped: float = 0.0
+    failures: float = 0.0
+    room: int = 0
+    checkpoint_every: int = 1
+    paced: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step: seconds from the run's beginning to its end, seconds of training, seconds that the trainer waited
+    before it; response tokens, samples, and how many of them had each staleness."""
+
+    at: float
+    train_seconds: float
+    waited: float
+    tokens: int
+    rows: int
+    staleness: dict[int, int]
+
+
+@dataclass(eq=False)
+class _Group:
+    number: int
+    lengths: Sequence[int]
+    left: int  # rows that have not ended
+    versions: dict[int, int] = field(default_factory=dict)  # of each row's first token, by place
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+_Row = tuple[_Group, int, int]  # group, place, tokens that it has
+
+
+class _Replica:
+    """A rollout worker: the mock engine's clock, without what tokens are."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.version, self.held = number, 0, 0
+        self.waiting: deque[_Row] = deque()
+        self.decoding: list[
+            tuple[float, int, _Row, int, float]
+        ] = []  # end, order, row, tokens then, clock at its start
+        self.clock = self.time = self.busy = 0.0  # ``busy``: seconds with rows that decode
+        self.joined = self.stamp = 0
+        self.stopped = self.taking = self.gone = False
+        self.claimed = False  # it has had its first claim
+
+    def advance(self, now: float, rates: Sequence[float]) -> None:
+        """The clock to ``now``. No row ends before it: each end is an event."""
+        if self.decoding:
+            self.busy += now - self.time
+            self.clock += 0.0 if self.stopped else (now - self.time) * rates[len(self.decoding)]
+        self.time = now
+
+    def join(self, setup: Setup, costs: Costs) -> None:
+        """Waiting rows begin to decode while there is room."""
+        while self.waiting and len(self.decoding) < setup.max_rows:
+            row = group, place, begun = self.waiting.popleft()
+            if not begun:
+                group.versions[place] = self.version
+            length = group.lengths[place]
+            until = min(length, begun + setup.budget) if setup.budget else length
+            start = self.clock + (costs.prompt_tokens + begun) / costs.prefill_rate * costs.row_rate
+            self.joined += 1
+            heapq.heappush(self.decoding, (start + until - begun, self.joined, row, until, start))
+
+    def park(self) -> list[_Row]:
+        """Rows with a token of this visit leave; the others stay."""
+        staying, parked = [], []
+        for entry in self.decoding:
+            _, _, (group, place, begun), _, start = entry
+            made = int(self.clock - start + 1e-9)
+            if made > 0:
+                parked.append((group, place, begun + made))
+            else:
+                staying.append(entry)
+        self.decoding, self.held = staying, self.held - len(parked)
+        heapq.heapify(self.decoding)
+        return parked
+
+
+class Simulator:
+    """One simulated run. :meth:`run` returns its steps."""
+
+    def __init__(self, setup: Setup, costs: Costs, lengths: LengthsOf) -> None:
+        self.setup, self.costs, self.lengths = setup, costs, lengths
+        self.plan = setup.plan
+        self.replicas = [_Replica(number) for number in range(setup.replicas)]
+        self._rates = [costs.rate(rows) for rows in range(setup.max_rows + 1)]
+        self.steps: list[Step] = []
+        self.now = 0.0
+        self._random = Random(setup.seed)
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._scheduled = 0
+        self._version = self._admitted = 0
+        self._ready: deque[_Group] = deque()
+        self._parked: deque[_Row] = deque()
+        self._open: list[int] = []  # admitted groups that are neither picked nor dropped, in order
+        self._complete: dict[int, _Group] = {}
+        self._filtered: list[int] = []
+        self._training = False
+        self._reach = inf  # a complete group from here on leaves the next step's groups as incomplete as they are
+        self._idle_since = 0.0
+        self._swapping = 0
+        self._turns: deque[_Replica] = deque()
+        self._references = [0.0] * setup.references  # when each is free
+        self.remade_tokens = 0
+        self._pacer = Pacer(setup.plan) if setup.paced else None
+
+    def run(self) -> list[Step]:
+        """Simulate to the last step. Raises RuntimeError where nothing can happen any more."""
+        self._admit()
+        if self._pacer is not None:
+            self._look()
+        for replica in self.replicas:
+            self._plan_failure(replica)
+        while len(self.steps) < self.setup.steps:
+            if not self._events:
+                raise RuntimeError(
+                    f"the simulated run stands still after {len(self.steps)} steps: nothing can be claimed"
+                )
+            self.now, _, happen, arguments = heapq.heappop(self._events)
+            happen(*arguments)
+        return self.steps
+
+    def _at(self, time: float, happen: Callable[..., None], *arguments: object) -> None:
+        self._scheduled += 1
+        heapq.heappush(self._events, (time, self._scheduled, happen, arguments))
+
+    # --- the gate and claims ----------------------------------------------------------------------------------------
+
+    def _limit(self, version: int) -> int:
+        """The number below which an engine of ``version`` may make groups, and below which the gate admits at it."""
+        base = limit = (version + self.plan.slack + 1) * self.plan.groups_per_step + len(self._filtered)
+        while (fewer := base - len(self._filtered) + bisect_left(self._filtered, limit)) != limit:
+            limit = fewer
+        return limit
+
+    def _admit(self) -> None:
+        setup, size = self.setup, self.setup.group_size
+        limit = min(self._limit(self._version), setup.steps * self.plan.groups_per_step + len(self._filtered))
+        if setup.room:
+            covered = self._version // setup.checkpoint_every * setup.checkpoint_every * self.plan.groups_per_step
+            limit = min(limit, covered + len(self._filtered) + setup.room)
+        if self._pacer is not None:
+            self._see()
+            limit = min(limit, self._pacer.limit(self.now) + len(self._filtered))
+        for number in range(self._admitted, limit):
+            self._ready.append(_Group(number, self.lengths(number), size))
+            self._open.append(number)
+        self._admitted = max(self._admitted, limit)
+        for replica in self.replicas:
+            self._claim(replica)
+
+    def _see(self) -> None:
+        assert self._pacer is not None
+        entered = self._admitted - len(self._filtered)
+        self._pacer.see(self.now, self._version, entered, entered - len(self._open) + self._pickable())
+
+    def _look(self) -> None:
+        """As the gate does."""
+        assert self._pacer is not None
+        self._admit()
+        if self._events or self._pacer.limit(self.now) < self._limit(self._version):
+            self._at(self.now + self._pacer.look(), self._look)
+
+    def _pickable(self) -> int:
+        """How many complete groups steps could pick now."""
+        found, anchor = 0, None
+        for number in self._open:
+            if anchor is not None and number >= anchor + self.plan.window:
+                break
+            if number in self._complete:
+                found += 1
+            elif anchor is None:
+                anchor = number
+        return found
+
+    def _claim(self, replica: _Replica) -> None:
+        """Parked rows first, then groups, as many as there is room for."""
+        setup, limit = self.setup, self._limit(replica.version)
+        if replica.gone:
+            return
+        joined = False
+        room = setup.most_rows - replica.held
+        while self._parked and room > 0 and self._parked[0][0].number < limit:
+            replica.waiting.append(self._parked.popleft())
+            replica.held, room, joined = replica.held + 1, room - 1, True
+        most = room // setup.group_size
+        if not replica.claimed:
+            most = min(most, setup.first_groups)
+        while most > 0 and self._ready and self._ready[0].number < limit:
+            group = self._ready.popleft()
+            replica.waiting.extend((group, place, 0) for place in range(setup.group_size))
+            replica.held += setup.group_size
+            most, joined, replica.claimed = most - 1, True, True
+        if joined:
+            replica.advance(self.now, self._rates)
+            replica.join(self.setup, self.costs)
+            self._arm(replica)
+
+    # --- a replica's clock --------------------------------------------------------------------------------------------
+
+    def _arm(self, replica: _Replica) -> None:
+        replica.stamp += 1
+        if replica.decoding and not replica.stopped:
+            end = self.now + max(0.0, replica.decoding[0][0] - replica.clock) / self._rates[len(replica.decoding)]
+            self._at(end, self._end_row, replica, replica.stamp)
+
+    def _end_row(self, replica: _Replica, stamp: int) -> None:
+        """The row that ends first, and those that end before anything else happens."""
+        if stamp != replica.stamp:
+            return
+        while True:
+            end, _, (group, place, _), until, _ = heapq.heappop(replica.decoding)
+            replica.busy += self.now - replica.time
+            replica.clock, replica.time = end, self.now
+            replica.held -= 1
+            if replica.waiting:
+                replica.join(self.setup, self.costs)
+            if until < group.lengths[place]:
+                self._parked.append((group, place, until))
+            else:
+                group.left -= 1
+                if not group.left:
+                    self._at(self.now + self.costs.reward_seconds, self._ended, group)
+            room = self.setup.most_rows - replica.held
+            if (self._ready and room >= self.setup.group_size) or (self._parked and room > 0):
+                self._claim(replica)
+            if replica.stopped or not replica.decoding:
+                replica.stamp += 1
+                return
+            following = self.now + max(0.0, replica.decoding[0][0] - replica.clock) / self._rates[len(replica.decoding)]
+            if self._events and self._events[0][0] <= following:
+                self._arm(replica)
+                return
+            self.now = following
+
+    # --- between rollout and update ----------------------------------------------------------------------------------
+
+    def _ended(self, group: _Group) -> None:
+        if self._references:
+            first = min(range(len(self._references)), key=self._references.__getitem__)
+            seconds = (group.tokens + self.costs.prompt_tokens) * self.costs.reference_token_seconds
+            self._references[first] = max(self.now, self._references[first]) + seconds
+            self._at(self._references[first], self._scored, group)
+        else:
+            self._scored(group)
+
+    def _scored(self, group: _Group) -> None:
+        if self.setup.dropped and self._random.random() < self.setup.dropped:
+            self._open.remove(group.number)
+            insort(self._filtered, group.number)
+            self._admit()
+            self._train()
+            return
+        self._complete[group.number] = group
+        if group.number < self._reach:
+            self._train()
+
+    # --- training ------------------------------------------------------------------------------------------------------
+
+    def _pick(self) -> list[int]:
+        """The groups of the next step: P complete ones in order, past an incomplete one only within the window."""
+        picked, anchor, wanted, self._reach = list[int](), None, self.plan.groups_per_step, inf
+        if len(self._complete) < wanted:
+            return []
+        for number in self._open:
+            if anchor is not None and number >= anchor + self.plan.window:
+                self._reach = anchor + self.plan.window
+                return []
+            if number in self._complete:
+                picked.append(number)
+                if len(picked) == wanted:
+                    return picked
+            elif anchor is None:
+                anchor = number
+        return []
+
+    def _train(self) -> None:
+        if self._training or not (picked := self._pick()):
+            return
+        groups, costs = [self._complete.pop(number) for number in picked], self.costs
+        gone = set(picked)
+        self._open = [number for number in self._open if number not in gone]
+        tokens, stale = sum(group.tokens for group in groups), dict[int, int]()
+        for group in groups:
+            for version in group.versions.values():
+                stale[self._version - version] = stale.get(self._version - version, 0) + 1
+        seconds = costs.step_seconds + costs.token_seconds * (tokens + costs.prompt_tokens * len(groups))
+        self._training, waited = True, self.now - self._idle_since
+        if self.setup.colocated:
+            self._stop_all(True)
+        rows = len(groups) * self.setup.group_size
+        self._at(self.now + seconds, self._trained, Step(self.now + seconds, seconds, waited, tokens, rows, stale))
+
+    def _trained(self, step: Step) -> None:
+        self.steps.append(step)
+        self._at(self.now + self.costs.between_steps, self._published)
+
+    def _published(self) -> None:
+        self._version += 1
+        self._training, self._idle_since = False, self.now
+        if self.setup.colocated:
+            self._stop_all(False)
+        self._admit()
+        for replica in self.replicas:
+            self._take(replica)
+        self._train()
+
+    def _stop_all(self, stopped: bool) -> None:
+        for replica in self.replicas:
+            self._set_stopped(replica, stopped)
+
+    def _set_stopped(self, replica: _Replica, stopped: bool) -> None:
+        replica.advance(self.now, self._rates)
+        replica.stopped = stopped
+        self._arm(replica)
+
+    # --- swaps and failures ----------------------------------------------------------------------------------------------
+
+    def _take(self, replica: _Replica) -> None:
+        if replica.taking or replica.gone or replica.version >= self._version:
+            return
+        replica.taking = True
+        self._turns.append(replica)
+        self._next_turn()
+
+    def _next_turn(self) -> None:
+        while self._turns and not (self.setup.at_once and self._swapping >= self.setup.at_once):
+            self._swapping += 1
+            replica = self._turns.popleft()
+            self._at(self.now + self.costs.copy_seconds, self._swap, replica, self._version)
+
+    def _swap(self, replica: _Replica, version: int) -> None:
+        self._set_stopped(replica, True)
+        self._at(self.now + self.costs.swap_seconds, self._swapped, replica, version)
+
+    def _swapped(self, replica: _Replica, version: int) -> None:
+        if self.setup.cut:
+            self._parked.extend(replica.park())
+            replica.join(self.setup, self.costs)
+        replica.version, replica.taking = max(replica.version, version), False
+        self._swapping -= 1
+        self._set_stopped(replica, replica.gone or (self.setup.colocated and self._training))
+        self._next_turn()
+        self._claim(replica)
+        self._take(replica)
+
+    def _plan_failure(self, replica: _Replica) -> None:
+        if self.setup.failures:
+            self._at(self.now + self._random.expovariate(self.setup.failures / 3600), self._fail, replica)
+
+    def _fail(self, replica: _Replica) -> None:
+        """The replica's rows go back without the tokens of their visits, and it is gone until it has started again."""
+        replica.advance(self.now, self._rates)
+        for _, _, row, until, start in replica.decoding:
+            self.remade_tokens += max(0, min(until - row[2], int(replica.clock - start)))
+            self._parked.append(row)
+        self._parked.extend(replica.waiting)
+        replica.decoding, replica.held, replica.gone, replica.stopped = [], 0, True, True
+        replica.waiting.clear()
+        replica.stamp += 1
+        self._at(self.now + self.costs.restart_seconds, self._started_again, replica)
+        for other in self.replicas:
+            self._claim(other)
+
+    def _started_again(self, replica: _Replica) -> None:
+        replica.gone, replica.version = False, self._version
+        self._set_stopped(replica, self.setup.colocated and self._training)
+        self._claim(replica)
+        self._plan_failure(replica)

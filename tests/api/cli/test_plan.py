@@ -1,0 +1,108 @@
+"""``asyncdock plan run`` and ``plan profile``: forecasts, the best split of devices, and errors that say what to write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import main as cli
+
+runner = CliRunner()
+
+
+def plan(*arguments: str) -> tuple[int, str, str]:
+    result = runner.invoke(cli.app, ["plan", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_forecast_names_the_limit_and_what_one_more_worker_brings() -> None:
+    code, out, _ = plan("run", "mock", "--json", "--price", "2")
+    found = json.loads(out)
+    assert code == 0
+    assert found["busiest"] == "generation"
+    assert found["one_more_replica"]["tokens_per_second"] > 1.1 * found["forecast"]["tokens_per_second"]
+    assert found["price"] == pytest.approx(2 * found["devices"] * found["forecast"]["seconds"] / 3600)
+    assert found["costs"]["sources"]["row_rate"] == "the mock engines' options"
+    _, text, _ = plan("run", "mock", "--set", "pipeline.staleness=4")
+    for part in (
+        "tokens/s trained",
+        "generation: the rollout workers are busy",
+        "(bound 4)",
+        "one more",
+        "version of pipeline.staleness",
+        "costs:",
+    ):
+        assert part in text
+
+
+def test_a_search_ranks_the_splits_and_writes_the_best(tmp_path: Path) -> None:
+    best = tmp_path / "best.json"
+    code, out, _ = plan("run", "mock", "--search", "--devices", "5", "--write", str(best), "--json")
+    choices = json.loads(out)["choices"]
+    runs = [choice for choice in choices if choice["forecast"]]
+    assert code == 0
+    assert [one["forecast"]["tokens_per_second"] for one in runs] == sorted(
+        (one["forecast"]["tokens_per_second"] for one in runs), reverse=True
+    )
+    fastest = runs[0]["changes"]
+    assert "rollout.workers=4" in fastest
+    assert runs[0]["pareto"]
+    assert all("train.dp" in one["refused"] for one in choices if not one["forecast"]), "the mock trainer has one rank"
+    chosen = json.loads(best.read_text())
+    assert chosen["rollout"]["workers"] == 4
+    assert plan("run", str(best))[0] == 0
+    _, text, _ = plan("run", "mock", "--search", "--devices", "5")
+    assert "choices cannot run; the first: rollout.workers=3 train.dp=2" in text
+    assert "staleness\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "tiny"], "asyncdock plan profile RECIPE --out DIR"),
+        (["run", "tiny", "--costs", "/nowhere"], "holds no recipe.json; give the folder of a run"),
+        (["run", "tiny", "--hardware", "flops=1e12"], "bandwidth must be given, above 0"),
+        (["run", "tiny", "--hardware", "flop=1e12"], "'flop' is not known; write NAME=NUMBER of flops, bandwidth"),
+        (["run", "tiny", "--hardware", "flops=fast"], "flops = 'fast' is no number"),
+        (["run", "mock", "--hardware", "flops=1e12,bandwidth=1e12"], "the sizes of 'mock' are not known"),
+        (["run", "mock", "--devices", "4"], "are for --search; add it"),
+        (["run", "mock", "--search", "--devices", "1"], "--devices: 1 is too few"),
+        (["run", "mock", "--search", "--devices", "3", "--device-memory", "many"], "--device-memory: "),
+    ],
+)
+def test_what_is_wrong_is_named(arguments: list[str], says: str) -> None:
+    code, _, error = plan(*arguments)
+    assert code == 2
+    assert says in error
+
+
+def test_costs_that_are_derived_from_the_model_and_the_devices() -> None:
+    """Twice the operations a second: training takes half the time. Splits may have more ranks than this machine has
+    cores."""
+    steps = []
+    for flops in ("10e9", "20e9"):
+        _, out, _ = plan(
+            "run", "quickstart", "--hardware", f"flops={flops},bandwidth=1e9", "--response-tokens", "20", "--json"
+        )
+        steps.append(json.loads(out)["costs"]["token_seconds"])
+    assert steps[0] == pytest.approx(2 * steps[1])
+    _, out, _ = plan(
+        "run", "quickstart", "--hardware", "flops=1e12,bandwidth=1e12", "--search", "--devices", "8", "--json"
+    )
+    runs = [set(one["changes"]) for one in json.loads(out)["choices"] if one["forecast"]]
+    assert any({"rollout.workers=4", "train.dp=4"} <= one for one in runs)
+
+
+def test_a_profile_is_what_a_forecast_is_made_from(tmp_path: Path) -> None:
+    code, _, error = plan("profile", "tiny", "--out", str(tmp_path / "run"), "--plain")
+    assert code == 0, error
+    code, out, _ = plan("run", "tiny", "--costs", str(tmp_path / "run"), "--json", "--steps", "12")
+    found = json.loads(out)
+    assert code == 0
+    assert found["forecast"]["tokens_per_second"] > 0
+    assert found["costs"]["sources"]["row_rate"] == "measured in run"

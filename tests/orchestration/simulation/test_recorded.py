@@ -1,0 +1,66 @@
+"""Costs measured in a real run are those of its engines, and a forecast from them is as fast as the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.executed import executed
+from orchestration.run.run import Run
+from orchestration.simulation.forecast import forecast, setup_of
+from orchestration.simulation.mock_costs import mock_costs
+from orchestration.simulation.recorded import NotMeasured, measured_costs, recorded_costs
+from tests.orchestration.runs import MOCK, TINY, recipe
+
+SLOW = {  # steps of half a second, so that the machine's own time weighs little
+    "rollout__mock": {
+        "row_rate": 60.0,
+        "saturation_rows": 16,
+        "median_tokens": 24.0,
+        "sigma": 0.3,
+        "swap_seconds": 0.03,
+    },
+    "train__mock": {"step_seconds": 0.1, "token_seconds": 2e-4},
+    "rollout__max_rows": 16,
+    "rollout__max_tokens": 64,
+    "train__steps": 8,
+}
+
+
+async def test_costs_of_a_run_that_waits_for_generation(tmp_path: Path) -> None:
+    of = recipe(MOCK, **SLOW, pipeline__staleness=0)
+    events = await executed(of, tmp_path / "run")
+    costs, lengths = measured_costs(events, tmp_path / "run")
+    options = mock_costs(of)
+    assert costs.row_rate == pytest.approx(options.row_rate, rel=0.25), "fitted by simulation"
+    assert 0.03 <= costs.swap_seconds < 0.3
+    assert 0 < costs.between_steps < 0.5
+    assert set(costs.sources.values()) == {"measured in run"}
+    measured = [sorted(lengths(group)) for group in range(200)]
+    assert {len(group) for group in measured} == {of.algorithm.group_size}
+    assert len({tuple(group) for group in measured}) > 8, "drawn from the samples' groups"
+    steps = [event for event in events if event.kind == "step"]
+    tokens = sum(step.data["rows"] * step.data["response_length_mean"] for step in steps[2:7])
+    found = forecast(setup_of(of), costs, lengths)
+    assert found.tokens_per_second == pytest.approx(tokens / (steps[6].time - steps[1].time), rel=0.1)
+
+
+async def test_costs_of_a_run_that_waits_for_training(tmp_path: Path) -> None:
+    """Generation is busy for half of the time: its rate is the one with which the simulated run's is too."""
+    slow = {**SLOW, "train__mock": {"step_seconds": 1.2, "token_seconds": 0.0}, "train__steps": 10}
+    of = recipe(MOCK, **slow, pipeline__staleness=2)
+    events = await executed(of, tmp_path / "run")
+    costs, lengths = measured_costs(events, tmp_path / "run")
+    assert costs.row_rate == pytest.approx(mock_costs(of).row_rate, rel=0.3)
+    found = forecast(setup_of(of), costs, lengths)
+    assert found.busiest == "training"
+    assert found.step_seconds == pytest.approx(1.25, rel=0.1)
+
+
+def test_what_is_lacking_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasured, match=r"holds no recipe\.json; give the folder of a run"):
+        recorded_costs(tmp_path)
+    Run.create(recipe(TINY), tmp_path / "run")
+    with pytest.raises(NotMeasured, match="0 optimizer steps are too few to measure; let it make 4"):
+        recorded_costs(tmp_path / "run")
