@@ -45,7 +45,7 @@ from stages.resharding.layout import model_state
 from tests.batches import make_batch, stack, unstack
 from tests.ranks import of_product
 
-PRODUCTS: list[dict[str, int]] = [
+PRODUCTS: list[dict[str, Any]] = [
     {"dp": 1},
     {"dp": 2},
     {"tp": 2},
@@ -62,6 +62,9 @@ PRODUCTS: list[dict[str, int]] = [
     {"pp": 4},
     {"pp": 2, "vpp": 2},
     {"dp": 2, "pp": 2, "vpp": 2},
+    {"pp": 2, "vpp": 2, "pipeline": "zbv"},
+    {"dp": 2, "pp": 2, "vpp": 2, "pipeline": "zbv"},
+    {"tp": 2, "pp": 2, "vpp": 2, "pipeline": "zbv"},
     {"dp": 2, "tp": 2, "pp": 2},
     {"tp": 2, "pp": 2, "ep": 2},
     {"dp": 2, "ep": 2},
@@ -226,7 +229,8 @@ def measure(worlds: Sequence[int], hidden: int) -> list[dict[str, Any]]:
         total: Counter[str] = sum((Counter(calls) for calls, _ in ranks), Counter())
         calls = {name: nbytes / len(ranks) for name, nbytes in total.items()}
         parts = [costs_of(Ranks(rank, **chosen), hidden, method, step) for rank, (_, step) in enumerate(ranks)]
-        formula = {name: statistics.mean(of[name] for of in parts) for name in parts[0]}
+        names = dict.fromkeys(name for of in parts for name in of)
+        formula = {name: statistics.mean(of.get(name, 0.0) for of in parts) for name in names}
         found.append({"product": chosen, "method": method, "counted": sum(calls.values()), "calls": calls})
         found[-1]["formula"] = formula
     return found

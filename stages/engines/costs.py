@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from stages.engines.schedules import filled
+from stages.engines.schedules import filled, holder
 from stages.engines.strategies import ContextParallel, Ranks
 from stages.engines.torch.sharded import placement
 from stages.resharding.layout import Layout, ModelState
@@ -37,7 +37,11 @@ class Step:
 def sent(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel = "ulysses") -> dict[str, float]:
     """Bytes that a rank sends in ``step``, by strategy, with tokens that are spread evenly over experts; strategies of one
     rank are left out. Of tied embeddings the sum over pipeline stages is left out, too."""
-    passes, tokens, kinds = filled(ranks.pp, ranks.vpp, len(step.tokens)), sum(step.tokens) / ranks.cp, _kinds(model)
+    passes, tokens, kinds = (
+        filled(ranks.pp, ranks.vpp, len(step.tokens), ranks.pipeline),
+        sum(step.tokens) / ranks.cp,
+        _kinds(model),
+    )
     layer_of = {tensor.name: model.by_name[tensor.parts[0]].layer for tensor in model.tensors}
     numbers, of_kind = dict.fromkeys(kinds.values(), 0), dict[str, set[int | None]]()  # of a shard; and layers
     for tensor in placement(model, ranks).ranks[ranks.rank]:
@@ -49,7 +53,9 @@ def sent(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel = 
     of_expert = Layout(ranks.dp_replicate, shards, ranks.tp, ranks.ep, etp=1).expert_shard
     same = ranks.of_stage // (ranks.ep * of_expert)
     moved = tokens * step.width * step.item  # by a layer that passes on all of them
-    is_last = ranks.stage == ranks.pp - 1
+    first, last = ranks.stage == 0, ranks.stage == ranks.pp - 1
+    is_last = ranks.stage == holder(ranks.pp * ranks.vpp - 1, ranks.pp, ranks.pipeline)
+    ends = 2 * (first + last) if ranks.pipeline == "zbv" else first + is_last  # passes whose results stay on the rank
     found = {
         "dp": passes * ((shards - 1) * layers + (of_expert - 1) * experts) * (2 * step.item + step.reduced)
         + passes * (shards * ranks.tp - 1) * outside * (ranks.vpp * step.item + step.reduced),
@@ -59,7 +65,7 @@ def sent(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel = 
         "tp": (4 * here - 2 * routed + is_last / 2) * _all_reduce(ranks.tp, moved),
         "ep": routed * 4 * (ranks.ep - 1) / ranks.ep * moved * step.chosen / ranks.tp,
         "cp": here * _attention(model, ranks, step, method) if ranks.cp > 1 else 0.0,
-        "pp": (2 * ranks.vpp - (ranks.stage == 0) - is_last) * moved / ranks.tp if ranks.pp > 1 else 0.0,
+        "pp": (2 * ranks.vpp - ends) * moved / ranks.tp if ranks.pp > 1 else 0.0,
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 

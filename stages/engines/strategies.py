@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from stages.engines.schedules import Kind
 from stages.json_schema import key, unit
 
 ContextParallel = Literal["ulysses", "ring"]
@@ -49,6 +50,11 @@ class Strategies(BaseModel):
     vpp: Annotated[int, Field(ge=1), unit("parts")] = key(
         1,
         "Parts of the layers that each pipeline stage has (interleaved 1F1B): stages wait less and send more.",
+    )
+    pipeline: Kind = key(
+        "auto",
+        "Order of passes through the pipeline. `auto`: 1F1B, interleaved with `vpp > 1`. `zbv`: gradients of matrices are "
+        "computed while a stage would wait. Each stage has two parts, in a V: the first stage has the output head, too.",
     )
     ep: Count = key(
         1,
@@ -85,12 +91,17 @@ class Ranks:
     vpp: int = 1
     cp: int = 1
     ep: int = 1
+    pipeline: Kind = "auto"
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
             raise ValueError(f"rank: {self.rank} of {self.world}; ranks are counted from 0")
         if self.dp % self.dp_replicate:
             raise ValueError(f"dp_replicate: {self.dp_replicate} does not divide dp = {self.dp}; use a divisor of it")
+        if self.pipeline == "zbv" and (self.pp == 1 or self.vpp != 2):
+            raise ValueError(
+                f"pipeline: 'zbv' with pp = {self.pp}, vpp = {self.vpp}; use pp > 1 and vpp = 2, or 'auto'"
+            )
 
     @classmethod
     def of(cls, rank: int, chosen: Any) -> Ranks:
@@ -122,4 +133,4 @@ def fits_ulysses(heads: int, tp: int, cp: int) -> bool:
     return heads % (tp * cp) == 0
 
 
-STRATEGIES = ("dp", "tp", "dp_replicate", "pp", "vpp", "cp", "ep")
+STRATEGIES = ("dp", "tp", "dp_replicate", "pp", "vpp", "cp", "ep", "pipeline")

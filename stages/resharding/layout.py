@@ -30,11 +30,14 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from stages.engines.schedules import Kind, holder
+
 Range = tuple[int, int]
 Box = tuple[Range, ...]  # start and end along each dimension; () is the box of a scalar
 Names = Literal["hf", "vllm"]
 Side = Literal["train", "rollout"]
 EpOrder = Literal["inner", "outer"]
+_WORDS: dict[str, Any] = {"pipeline": Kind, "ep_order": EpOrder}  # fields of a layout that are no number of ranks
 Rule = Literal["chunk", "query", "key_value"]
 
 
@@ -314,16 +317,19 @@ class Layout:
     etp: int | None = None
     pp: int = 1
     vpp: int = 1
+    pipeline: Kind = "auto"
     ep_order: EpOrder = "inner"
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "ep_order":
-                if value not in get_args(EpOrder):
-                    raise LayoutError(f"ep_order: {value!r} is unknown; use 'inner' or 'outer'")
+            if field.name in _WORDS:
+                if value not in (known := get_args(_WORDS[field.name])):
+                    raise LayoutError(f"{field.name}: {value!r} is unknown; use {' or '.join(map(repr, known))}")
             elif not isinstance(value, int | None) or (value is not None and value < 1):
                 raise LayoutError(f"{field.name}: {value!r} is no number of ranks; use a whole number >= 1")
+        if self.pipeline == "zbv" and (self.pp == 1 or self.vpp != 2):
+            raise LayoutError(f"pipeline: 'zbv' with pp={self.pp},vpp={self.vpp}; use pp > 1 and vpp=2, or 'auto'")
         shared = self.dp_shard * self.tp if self.dp_shard > 1 else self.dp_replicate * self.tp
         among = "dp_shard · tp" if self.dp_shard > 1 else "dp_replicate · tp"
         if shared % (self.ep * self.expert_tp):
@@ -352,7 +358,8 @@ class Layout:
     def __str__(self) -> str:
         shown = ("pp", "vpp", "dp_replicate", "dp_shard", "tp", "ep", "etp")
         given = [f"{name}={value}" for name in shown if (value := getattr(self, name)) not in (None, 1)]
-        return ",".join([*given, *(["ep_order=outer"] if self.ep_order == "outer" else [])]) or "one rank"
+        words = [f"{name}={value}" for name in _WORDS if (value := getattr(self, name)) not in ("auto", "inner")]
+        return ",".join([*given, *words]) or "one rank"
 
     def seat(self, rank: int) -> Seat:
         """The coordinates of ``rank``."""
@@ -393,7 +400,7 @@ def parse_layout(text: str, side: Side) -> Layout:
             raise LayoutError(f"{side}.{key}: is no part of a layout; use dp, {', '.join(known)}, as in 'dp=2,tp=2'")
         if name in values:
             raise LayoutError(f"{side}.{key}: {item!r} gives {name} a second time; give it once")
-        if name == "ep_order":
+        if name in _WORDS:
             values[name] = value
             continue
         if not equals or not value.isdecimal():
@@ -507,10 +514,11 @@ def stage_layers(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
 def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]:
     """The pipeline stages that hold ``parameter``: the first for embeddings, the last for what follows the layers. Both hold
     tied embeddings."""
-    last = layout.pp - 1
+    stages = layout.pp * layout.vpp
+    last = holder(stages - 1, layout.pp, layout.pipeline)
     if parameter.layer is not None:
-        parts = stage_layers(model.costs, layout.pp * layout.vpp)
-        return {at % layout.pp for at, layers in enumerate(parts) if parameter.layer in layers}
+        parts = stage_layers(model.costs, stages)
+        return {holder(at, layout.pp, layout.pipeline) for at, some in enumerate(parts) if parameter.layer in some}
     if any(of == parameter.name for _, of in model.tied):
         return {0, last}
     return {0} if "embed" in parameter.name else {last}

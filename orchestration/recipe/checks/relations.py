@@ -404,10 +404,16 @@ def experts_divide(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "train.ep", wrong, f"use one of: {', '.join(fits)}")
 
 
-@check("train.pp", "train.vpp", "model.source")
+@check("train.pp", "train.vpp", "train.pipeline", "model.source", "model.lora")
 def layers_divide(recipe: Recipe) -> Iterator[Problem]:
-    """Checks that each part of a pipeline stage gets a layer."""
+    """Checks that each part of a pipeline stage gets a layer, and that the order of passes is possible."""
     train, layers = recipe.train, config_of(recipe.model.source).get("num_hidden_layers")
+    if train.pipeline == "zbv" and (train.pp == 1 or train.vpp != 2):
+        wrong = f"needs stages of two parts each, and train.pp = {train.pp}, train.vpp = {train.vpp}"
+        yield problem(recipe, "train.pipeline", wrong, "set train.pp = 2 or more and train.vpp = 2, or 'auto'")
+    elif train.pipeline == "zbv" and recipe.adapters:
+        wrong = "defers gradients of matrices, and with model.lora.rank they have none"
+        yield problem(recipe, "train.pipeline", wrong, "set 'auto'")
     if train.vpp > 1 and train.pp == 1:
         wrong = "divides the layers of pipeline stages, and train.pp = 1 makes none"
         yield problem(recipe, "train.vpp", wrong, "set train.vpp = 1, or train.pp = 2")

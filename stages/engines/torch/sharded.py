@@ -187,6 +187,10 @@ class ShardedTrainEngine(TorchTrainEngine):
             if self._adapters is not None:
                 fill_adapters(self.model, self._adapters)
         self.model.forward = lambda compute, *arguments: compute(*arguments)  # FSDP gathers parameters around forward
+        if ranks.pipeline == "zbv" and self._adapters is not None:
+            raise ValueError(
+                "pipeline: 'zbv' defers gradients of matrices, and those of adapters' are frozen; use 'auto'"
+            )
         self._pipeline = Pipeline(self, parts, self._meshes) if parts else None
         self._passes = self._pipeline or self._passes
         take_over(self)
@@ -197,6 +201,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             words.sparse = False  # no head beside it adds a dense gradient
             ties = getattr(self.model, "_tied_weights_keys", None) or {}
             self._tied = next((of for name, of in ties.items() if name not in self._learned), "")
+            self._tied = self._tied if self._pipeline.rank_of(self._pipeline.last) != self._pipeline.rank_of(0) else ""
         self._sharded: dict[str, DTensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}  # type: ignore[misc]
         return {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
 
@@ -374,14 +379,28 @@ def layout_of(ranks: Ranks) -> Layout:
     """Returns where the weights of layers are; experts are not cut (``etp`` 1). Context-parallel ranks are further shards of
     them."""
     return Layout(
-        ranks.dp_replicate, ranks.dp // ranks.dp_replicate * ranks.cp, ranks.tp, ranks.ep, 1, ranks.pp, ranks.vpp
+        ranks.dp_replicate,
+        ranks.dp // ranks.dp_replicate * ranks.cp,
+        ranks.tp,
+        ranks.ep,
+        1,
+        ranks.pp,
+        ranks.vpp,
+        ranks.pipeline,
     )
 
 
 def ranks_of(layout: Layout) -> Ranks:
     """Returns the ranks of which :func:`layout_of` is ``layout``."""
     return Ranks(
-        0, layout.dp_replicate * layout.dp_shard, layout.tp, layout.dp_replicate, layout.pp, layout.vpp, ep=layout.ep
+        0,
+        layout.dp_replicate * layout.dp_shard,
+        layout.tp,
+        layout.dp_replicate,
+        layout.pp,
+        layout.vpp,
+        ep=layout.ep,
+        pipeline=layout.pipeline,
     )
 
 
@@ -389,7 +408,9 @@ def placement(model: ModelState, ranks: Ranks) -> Placement:
     """Returns what each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers are split over tp and then over dp,
     the other parameters over all ranks of their pipeline stage. With tp, not of a tensor that :func:`fused` names."""
     layout = layout_of(ranks)
-    whole = Layout(layout.dp_replicate, layout.dp_shard * layout.tp, pp=ranks.pp, vpp=ranks.vpp)
+    whole = Layout(
+        layout.dp_replicate, layout.dp_shard * layout.tp, pp=ranks.pp, vpp=ranks.vpp, pipeline=ranks.pipeline
+    )
     layers, rest = place(model, layout), place(model, whole)
     within = {t.name for t in model.tensors if model.by_name[t.parts[0]].layer is not None}
     return Placement(

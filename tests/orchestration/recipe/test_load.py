@@ -139,6 +139,7 @@ FAULTS = [
     ("train.dp=33", "train.dp", "<= 32"),
     ("train.pp=3", "train.pp", "use a value <= 2"),
     ("train.vpp=2", "train.vpp", "set train.vpp = 1, or train.pp = 2"),
+    ("train.pipeline=zbv", "train.pipeline", "set train.pp = 2 or more and train.vpp = 2, or 'auto'"),
     ("train.cp=3", "train.cp", "use one of: 1, 2, or set train.context_parallel = 'ring'"),
     ("train.context_parallel=rings", "train.context_parallel", "did you mean 'ring'?"),
     ("train.ep=2", "train.ep", "set train.ep = 1"),

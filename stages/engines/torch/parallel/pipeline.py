@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank has some of the layers, and hidden states go from rank to rank (1F1B, interleaved 1F1B).
+"""Pipeline parallelism: each rank has some of the layers, and hidden states go from rank to rank (1F1B, interleaved, ZBV).
 
     embeddings ▸ layers ─ hidden states [1, S, H] ─▶ layers ─▶ … ─▶ layers ▸ norm ▸ head ▸ loss
                         ◀───── their gradients ────
@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from stages.engines.schedules import Action, filled, orders
+from stages.engines.schedules import Action, filled, holder, orders
 from stages.engines.strategies import Ranks
 from stages.engines.torch.parallel.collectives import own_slice
+from stages.engines.torch.parallel.deferred import DeferredGradients
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.passes import Outputs, Packing, Passes, Value, idle_batch
 from stages.resharding.layout import model_state, stage_layers
@@ -86,7 +87,7 @@ def keep_own(model: PreTrainedModel, ranks: Ranks) -> tuple[list[Part], dict[str
             of[name] = 0
     whole: list[Any] = list(layers)  # type: ignore[call-overload]
     parts = []
-    for stage in range(ranks.stage, stages, ranks.pp):
+    for stage in (each for each in range(stages) if holder(each, ranks.pp, ranks.pipeline) == ranks.stage):
         mine = dealt[stage]
         entry = Absent(whole[mine[0] - 1])
         placed = [layer if at in mine else Absent(layer) for at, layer in enumerate(whole)]
@@ -98,7 +99,7 @@ def keep_own(model: PreTrainedModel, ranks: Ranks) -> tuple[list[Part], dict[str
             norm: last_norm if stage == stages - 1 else Absent(),
         }
         parts.append(Part(modules, [whole[at] for at in mine], entry))
-    is_first, is_last = ranks.stage == 0, ranks.stage == ranks.pp - 1
+    is_first, is_last = ranks.stage == 0, ranks.stage == holder(stages - 1, ranks.pp, ranks.pipeline)
     own = {id(layer) for part in parts for layer in part.layers}
     kept = nn.ModuleList([layer if id(layer) in own else Absent(layer) for layer in whole])
     has_words = is_first or (is_last and bool(state.tied))
@@ -119,6 +120,8 @@ class Pipeline(Passes):
         self._kept = {name: self._decoder._modules[name] for name in parts[0].modules}
         self._up, self._down = meshes.pipes  # to ranks after this one, and before: neither waits for the other
         self.last = self._ranks.pp * self._ranks.vpp - 1
+        layers = [layer for part in parts for layer in part.layers]
+        self._deferred = DeferredGradients(layers) if self._ranks.pipeline == "zbv" else None
         engine._run(lambda: None)  # FSDP finds all parts before one of them takes the others' places
         # What the backward pass needs next: FSDP knows no order of several micro-batches that are under way.
         for part in parts:
@@ -129,7 +132,7 @@ class Pipeline(Passes):
     def learn(self, batches: Sequence[Packing], passes: int, loss: Callable[..., torch.Tensor]) -> None:
         engine, ranks, idle = self._engine, self._ranks, idle_batch(self._engine.device)
         packed = [make() for make in batches]
-        packed += [idle] * (filled(ranks.pp, ranks.vpp, passes) - len(packed))
+        packed += [idle] * (filled(ranks.pp, ranks.vpp, passes, ranks.pipeline) - len(packed))
         fed = [engine._fed(one) for one in packed]
 
         def compute(number: int, is_last: bool) -> Any:
@@ -185,7 +188,7 @@ class Pipeline(Passes):
         or after the last stage its loss. ``learn``: is called before each backward pass; None: there is none."""
         ranks, engine, tp = self._ranks, self._engine, self._tp
         tokens = tokens if tp is None else [len(own_slice(torch.arange(count), tp.get_group())) for count in tokens]
-        ordered = orders(ranks.pp, ranks.vpp, len(tokens), backward=learn is not None)
+        ordered = orders(ranks.pp, ranks.vpp, len(tokens), backward=learn is not None, kind=ranks.pipeline)
         mail = _Mail(ordered, tokens, self, engine)
         under_way: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         for action in ordered[ranks.stage]:
@@ -201,12 +204,16 @@ class Pipeline(Passes):
                     mail.send(action, out.detach())
                 if learn is not None:
                     under_way[stage, number] = given, out
+            elif action.kind == "W" and self._deferred is not None:
+                self._deferred.compute(action, [unit for layer in part.layers for unit in _units(layer)])
             elif learn is not None:
                 given, out = under_way.pop((stage, number))
                 gradient = mail.receive(action.needs) if stage < self.last else None
                 learn(number)
                 engine.model.set_modules_to_backward_prefetch([_units(part.layers[-1])[-1]])
                 torch.autograd.backward(out, gradient)
+                if self._deferred is not None:
+                    self._deferred.keep(action)
                 if given is not None and given.grad is not None:
                     mail.send(action, given.grad)
         mail.close()
@@ -223,11 +230,12 @@ class Pipeline(Passes):
 
     def has(self, stage: int) -> bool:
         """Whether virtual stage ``stage`` is on this rank."""
-        return stage % self._ranks.pp == self._ranks.stage
+        return holder(stage, self._ranks.pp, self._ranks.pipeline) == self._ranks.stage
 
     def rank_of(self, stage: int) -> int:
         """The rank with which this one exchanges what stage ``stage`` sends or receives."""
-        return stage % self._ranks.pp * self._ranks.of_stage + self._ranks.rank % self._ranks.of_stage
+        ranks = self._ranks
+        return holder(stage, ranks.pp, ranks.pipeline) * ranks.of_stage + ranks.rank % ranks.of_stage
 
     def group(self, source: int, target: int) -> dist.ProcessGroup:
         return self._up if source < target else self._down
@@ -281,6 +289,8 @@ class _Mail:
 
     def _to(self, action: Action) -> int:
         """The rank that needs the result of ``action``; -1: none."""
+        if action.kind == "W":
+            return -1
         stage = action.stage + 1 if action.kind == "F" else action.stage - 1
         return self._pipeline.rank_of(stage) if 0 <= stage <= self._pipeline.last else -1
 
@@ -294,6 +304,9 @@ class _Mail:
 
     def send(self, action: Action, hidden: torch.Tensor) -> None:
         to, hidden = self._to(action), hidden.to(self._engine._dtype).contiguous()
+        if to == self._me:
+            self._held[action] = hidden
+            return
         if self._engine.device.type != "cpu":  # gloo's sends say that they are complete only to those who wait
             self._sent = [one for one in self._sent if not one[0].is_completed()]
         self._sent.append((dist.isend(hidden, to, group=self._pipeline.group(self._me, to)), hidden))

@@ -36,6 +36,22 @@ def test_stages_idle_as_long_as_the_formula_says(pp: int, vpp: int) -> None:
         assert sorted(forward) == sorted({("F", stage, number) for stage in range(pp * vpp) for number in range(given)})
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_zero_bubbles_leave_a_third_of_what_interleaved_stages_wait(pp: int) -> None:
+    """Passes of one slot: forward, gradients of inputs, gradients of matrices. Each is made once, where it belongs."""
+    for count in (1, 2, 2 * pp - 1, 4 * pp):
+        order = orders(pp, 2, count, kind="zbv")
+        total, idle = slots(order, backward=1)
+        if count >= 2 * pp - 1:
+            assert idle == pp - 1
+            interleaved = slots(orders(pp, 2, filled(pp, 2, count)))
+            assert interleaved[1] == 3 * (pp - 1)
+            assert total < interleaved[0]
+        for rank, own in enumerate(order):
+            stages = (rank, 2 * pp - 1 - rank)
+            assert sorted(own) == sorted((kind, s, n) for kind in "FBW" for s in stages for n in range(count))
+
+
 def test_gradients_repeat_and_activations_are_computed_again_and_in_bfloat16(tmp_path: Path) -> None:
     """And what is written is what is published, by the names and in the shapes of one process."""
     model_of("biased-5").save_pretrained(tmp_path / "given")

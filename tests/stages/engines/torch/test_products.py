@@ -22,7 +22,8 @@ from tests.stages.sharded import algorithm as grpo
 
 # kind of model (see tests/stages/sharded.py), strategies, and options of the engine
 RING = {"context_parallel": "ring"}  # for any number of heads
-PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+ZBV: dict[str, Any] = {"pp": 2, "vpp": 2, "pipeline": "zbv"}
+PRODUCTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {"dp": 4, "dp_replicate": 2}, {}),
     ("biased", {"dp": 2, "dp_replicate": 2, "tp": 2}, {}),
     ("llama", {"dp": 4, "dp_replicate": 2, "tp": 2}, {}),
@@ -51,9 +52,13 @@ PRODUCTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3-5", {"dp": 2, "tp": 2, "pp": 2}, {}),
     ("biased-6", {"dp": 2, "pp": 2, "vpp": 2}, {}),
     ("llama-6", {"pp": 2, "vpp": 3}, {}),
+    ("llama-5", ZBV, {}),
+    ("biased-5", {"dp": 2, **ZBV}, {}),
+    ("qwen3-5", {"tp": 2, **ZBV}, {}),
     ("grouped-4", {"cp": 2, "pp": 2}, {}),
     ("experts", {"tp": 2, "pp": 2, "ep": 2}, {}),
     ("moe", {"dp": 2, "pp": 2, "ep": 2}, {}),
+    ("experts-4", {"dp": 2, "ep": 2, **ZBV}, {}),
 ]
 # A checkpoint of one product, resumed at the next: of models with experts, and of others.
 OF_EXPERTS = [product for product in PRODUCTS if product[0] in ("experts", "moe")]
