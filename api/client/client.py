@@ -386,6 +386,7 @@ class SyncClient:
     stop = _blocking(Client.stop)
     checkpoint = _blocking(Client.checkpoint)
     scale = _blocking(Client.scale)
+    what_if = _blocking(Client.what_if)
     delete = _blocking(Client.delete)
     stages = _blocking(Client.stages)
     waiting = _blocking(Client.waiting)

@@ -258,12 +258,17 @@ def slab_bytes(recipe: Recipe) -> int:
 
 def trained_state(recipe: Recipe) -> ModelState:
     """The parameters of the recipe's model in the dtype in which they are trained: float32 with mixed precision."""
+    return _state_of(recipe.model.source, recipe.trained_dtype)
+
+
+@lru_cache(maxsize=16)  # seconds for a large model
+def _state_of(source: str, dtype: str) -> ModelState:
     import torch
 
     from stages.models import load_config
     from stages.resharding.layout import model_state
 
-    return model_state(load_config(recipe.model.source), getattr(torch, recipe.trained_dtype))
+    return model_state(load_config(source), getattr(torch, dtype))
 
 
 def held_bytes(recipe: Recipe, source: Placement) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -79,7 +79,7 @@ Staleness = Annotated[
     int,
     BeforeValidator(
         lambda value: AUTO_STALENESS if value == "auto" else value,
-        json_schema_input_type=Annotated[int, Field(ge=0)] | Literal["auto"],
+        json_schema_input_type=Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern="^auto$")],
     ),
     Field(ge=0),
     unit("versions"),

@@ -158,7 +158,7 @@ class Supervisor:
             self._begin(work)
         if self.launch.autoscale.max:
             self._begin(follow_load(self.index, self.recipe))
-        if self.folder is not None and self.recipe.runs_stage("update") and self.recipe.runs_stage("rollout"):
+        if self.folder is not None:
             self._begin(follow_costs(self.index, self.recipe, self.folder))
         trained = None
         if not any(group.kind.rank_group for group in self._groups.values()):  # another program trains

@@ -9,7 +9,7 @@ Rates that are really reached, not those of data sheets, give the better forecas
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Sizes
 from orchestration.recipe.model_files import experts_of
@@ -58,11 +58,12 @@ class Hardware:
 def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -> Costs:
     """Costs of ``recipe`` with responses of ``response_tokens`` on average. Raises ValueError where the model's sizes are
     not known."""
-    config, parameters = config_of(recipe.model.source), parameters_of(recipe)
+    config = config_of(recipe.model.source)
     sizes = Sizes.of(config)
+    parameters = None if sizes is None else parameters_of(recipe) or value_or_none(lambda: _parameters(recipe))
     if sizes is None or parameters is None:
         raise ValueError(
-            f"model.source: the sizes of {recipe.model.source!r} are not known; give a checkpoint's folder"
+            f"model.source: the sizes of {recipe.model.source!r} are not known; give a folder with its config.json"
         )
     experts, chosen = experts_of(config)
     idle = sizes.experts * sizes.layers * (1 - chosen / experts) if experts else 0.0
@@ -99,18 +100,24 @@ def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -
     )
 
 
+def _parameters(recipe: Recipe) -> int:
+    """Of a folder with a config alone."""
+    return sum(parameter.nbytes for parameter in trained_state(recipe).parameters) // ITEM_BYTES[recipe.trained_dtype]
+
+
 def _sending(
     recipe: Recipe, ranks: Ranks, hardware: Hardware, tokens: float, width: int, head: int, chosen: int
 ) -> float:
     """Seconds of a step in which a rank waits for what ranks send; gathers of weights are beside compute."""
-    if ranks.world == 1:
+    if ranks.world == ranks.dp:
         return 0.0
     budget = recipe.train.token_budget * ranks.cp
     passes = max(1, round(tokens / ranks.dp / budget))
     step = Step(
         (int(tokens / ranks.dp / passes),) * passes, width, chosen, head=head, item=ITEM_BYTES[recipe.model.dtype]
     )
-    nbytes = sent(trained_state(recipe), ranks, step, recipe.train.context_parallel)
+    few = replace(ranks, dp=min(ranks.dp, ranks.ep), dp_replicate=1)  # what is waited for does not depend on more
+    nbytes = sent(trained_state(recipe), few, step, recipe.train.context_parallel)
     spans = {"tp": ranks.tp, "cp": ranks.tp * ranks.cp, "ep": ranks.ep}
     links = {name: spans.get(name, ranks.world) <= hardware.node for name in nbytes}
     waits = (size / (hardware.within if links[name] else hardware.between) for name, size in nbytes.items())

@@ -117,10 +117,12 @@ def _moved(before: Costs, now: Costs) -> str:
 
 async def follow_costs(index: Index, recipe: Recipe, folder: Path) -> None:
     """Forecast the run of ``index``, and decide its staleness bound where its recipe leaves that to the run, without end."""
+    if not recipe.runs_stage("update") or not recipe.runs_stage("rollout") or recipe.prompts.responses:
+        return  # another program does a part of it, or nothing is generated for training
     known = json.loads(await index.get(FORECAST) or "{}")
     begin = recipe.pipeline.staleness_min or recipe.pipeline.staleness
     live = LiveForecast(recipe, folder, known.get("bound", begin))
-    window, steps, left, rest = list[Event](), 0, 1, 0.0  # the first step waits for the start
+    window, steps, left, rest, said = list[Event](), 0, 1, 0.0, ""  # the first step waits for the start
     async for event in index.follow((await index.event_ends())[1]):
         if event.kind == "step" and left:
             left, window = left - 1, []
@@ -134,8 +136,12 @@ async def follow_costs(index: Index, recipe: Recipe, folder: Path) -> None:
         events, window, steps, began = window, [event], 0, time.monotonic()
         try:
             found = await asyncio.to_thread(live.judge, events)
-        except (NotMeasured, RuntimeError, ZeroDivisionError) as lacking:
-            log.warning("no forecast of the next steps", reason=str(lacking))
+        except Exception as failed:  # a run never ends for want of a forecast
+            if str(failed) != said:
+                log.warning(
+                    "no forecast of the next steps", reason=str(failed), exc_info=not isinstance(failed, NotMeasured)
+                )
+            said = str(failed)
             continue
         rest = time.monotonic() + (time.monotonic() - began) / SHARE
         if found.bound != found.before:

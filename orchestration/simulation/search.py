@@ -120,6 +120,10 @@ def _changes(
             tps = () if tp == recipe.train.tp else (f"train.tp={tp}",)
             split = f"rollout.workers={devices - ranks * each}", f"train.dp={ranks}", *tps
             yield from ((*split, f"pipeline.staleness={bound}") for bound in bounds)
+    each = recipe.train.ranks // recipe.train.dp
+    if not recipe.colocated and devices % each == 0:
+        together = "launch.placement=colocated", "rollout.workers=1", f"train.dp={devices // each}"
+        yield from ((*together, f"pipeline.staleness={bound}") for bound in bounds)
 
 
 def _tried(

@@ -201,8 +201,9 @@ class Simulator:
             self._ready.append(_Group(number, self.lengths(number), size))
             self._open.append(number)
         self._admitted = max(self._admitted, limit)
-        for replica in self.replicas:
-            self._claim(replica)
+        if self._ready or self._parked:
+            for replica in self.replicas:
+                self._claim(replica)
 
     def _see(self) -> None:
         assert self._pacer is not None

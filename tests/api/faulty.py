@@ -35,6 +35,7 @@ def run_view(run: str = RUN, **changes: Any) -> dict[str, Any]:
         "steps": 8,
         "steps_done": 3,
         "reward": 0.5,
+        "devices": 2,
         "recipe": {"name": "scripted", "pipeline": {"staleness": 2}, "train": {"steps": 8}},
     }
     return view | changes

@@ -375,6 +375,9 @@ def heads_divide(recipe: Recipe) -> Iterator[Problem]:
 @check("train.cp", "train.tp", "train.context_parallel", "critic.cp", "critic.tp", "model.source")
 def heads_divide_over_context(recipe: Recipe) -> Iterator[Problem]:
     """Checks that context-parallel ranks can share the heads of each tensor-parallel rank, where they have to."""
+    if recipe.train.context_parallel != "ulysses" and all(of.cp == 1 for _, of in _rank_groups(recipe)):
+        fix = "set train.cp = 2 or more, or remove it"
+        yield problem(recipe, "train.context_parallel", "has no effect with train.cp = 1", fix)
     for side, of in _rank_groups(recipe):
         found = heads_of(getattr(of, "source", None) or recipe.model.source)
         heads = found.get("num_attention_heads", 0)  # 0: not known

@@ -76,6 +76,9 @@ async def test_every_method_fits_the_service(client: Client) -> None:
     history = await client.metrics(long.id, names=["step.reward_mean"])
     assert set(history.series["step"]) == {"time", "reward_mean"}
     assert (await client.trace(long.id))["traceEvents"]
+    async with contextlib.aclosing(client.events(long.id, kinds=["stage"])) as reports:
+        generated = (report async for report in reports if report.data["stage"] == "rollout")
+        _ = [await anext(generated) for _ in range(3)]
     foreseen = await client.what_if(long.id, {"pipeline.staleness": 0})
     assert foreseen.changed.staleness_max == 0 < foreseen.changed.tokens_per_second
     assert foreseen.now.staleness_max <= 1

@@ -142,6 +142,7 @@ FAULTS = [
     ("train.pipeline=zbv", "train.pipeline", "set train.pp = 2 or more and train.vpp = 2, or 'auto'"),
     ("train.cp=3", "train.cp", "use one of: 1, 2, or set train.context_parallel = 'ring'"),
     ("train.context_parallel=rings", "train.context_parallel", "did you mean 'ring'?"),
+    ("train.context_parallel=ring", "train.context_parallel", "set train.cp = 2 or more, or remove it"),
     ("train.ep=2", "train.ep", "set train.ep = 1"),
     ("nonsense", "--set", "train.steps=10"),
     ("train.steps.more=1", "--set", "section"),

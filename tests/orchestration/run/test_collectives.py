@@ -25,7 +25,7 @@ GATHERS = ["_allgather_base_", "_reduce_scatter_base_", "allgather_"]  # of laye
     ("chosen", "calls"),
     [
         ({"dp": 2, "ep": 2}, [*GATHERS, "alltoall_base_"]),
-        ({"dp": 1, "tp": 2}, ["_c10d_functional::all_reduce"]),
+        ({"dp": 1, "tp": 2}, ["_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor"]),
         ({"dp": 1, "pp": 2}, ["send", "recv_"]),
     ],
     ids=str,
