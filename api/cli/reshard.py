@@ -127,7 +127,7 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
         return
     sizes = {"dp": layout.dp_replicate * layout.dp_shard, "dp_replicate": layout.dp_replicate}
     sizes |= {"cp": 1, "tp": layout.tp, "ep": layout.ep, "pp": layout.pp, "vpp": layout.vpp}
-    train = recipe.train.model_copy(update=sizes)
+    train = recipe.train.model_copy(update={**sizes, "pipeline": layout.pipeline})
     laid_out = recipe.model_copy(update={"train": train})
     problems = [str(problem) for problem in (*heads_divide(laid_out), *experts_divide(laid_out))]
     if not problems and layout.tp > 1:

@@ -37,11 +37,8 @@ class Step:
 def sent(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel = "ulysses") -> dict[str, float]:
     """Bytes that a rank sends in ``step``, by strategy, with tokens that are spread evenly over experts; strategies of one
     rank are left out. Of tied embeddings the sum over pipeline stages is left out, too."""
-    passes, tokens, kinds = (
-        filled(ranks.pp, ranks.vpp, len(step.tokens), ranks.pipeline),
-        sum(step.tokens) / ranks.cp,
-        _kinds(model),
-    )
+    passes = filled(ranks.pp, ranks.vpp, len(step.tokens), ranks.pipeline)
+    tokens, kinds = sum(step.tokens) / ranks.cp, _kinds(model)
     layer_of = {tensor.name: model.by_name[tensor.parts[0]].layer for tensor in model.tensors}
     numbers, of_kind = dict.fromkeys(kinds.values(), 0), dict[str, set[int | None]]()  # of a shard; and layers
     for tensor in placement(model, ranks).ranks[ranks.rank]:

@@ -162,12 +162,16 @@ def figure_three(ranks: Ranks, rollout: Layout) -> int:
 
 
 def of_stages(ranks: Ranks, kind: str, folder: str) -> dict[str, Any]:
-    """Gradients of a step, twice; of one whose activations are computed again, of one in bfloat16, and of adapters; and the
+    """Gradients of a step, twice; of one whose activations are computed again, of one in bfloat16, and of adapters where
+    the order of passes allows them; and the
     weights that the first one publishes, after it has written them below ``folder``."""
     found: dict[str, Any] = {}
     adapters = AdapterOptions(rank=4, alpha=8, targets=(), seed=0, dtype="float32")
     variants: dict[str, dict[str, Any]] = {"first": {}, "second": {}, "again": {"activation_checkpointing": True}}
-    for name, more in (variants | {"half": {"compute": torch.bfloat16}, "adapters": {"adapters": adapters}}).items():
+    variants["half"] = {"compute": torch.bfloat16}
+    if ranks.pipeline == "auto":
+        variants["adapters"] = {"adapters": adapters}
+    for name, more in variants.items():
         engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **more})
         gradients, _ = gradients_of_step(engine, share(ranks), algorithm())
         found[name] = {key: value.float().numpy() for key, value in gradients.items()}

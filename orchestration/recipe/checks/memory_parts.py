@@ -132,6 +132,9 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
     frozen = -(-parameters // train.shards) * item if recipe.adapters else 0
     activations, logits, gradients = max(_moments_of_a_step(recipe, sizes, batch, share * trained), key=sum)
     layer = max(0, (parameters - sizes.outside) // sizes.layers - sizes.experts) // train.tp + sizes.experts // train.ep
+    whole = (
+        -(-sizes.layers // train.pp) if train.pipeline == "zbv" else 0
+    )  # layers whose gradients wait to be scattered
     freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
     kept = _kept(freed, item * batch.tokens * sizes.intermediate // train.tp)
     if not one and trained * layer < MAPPED_BYTES:
@@ -140,7 +143,7 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
         "weights": frozen + share * trained + (learned * item if recipe.mixed_precision and one else 0),
         "optimizer": 2 * share * trained,
         "gradients": gradients,
-        "gathered": 0 if one else item * (3 * layer + 2 * sizes.outside),
+        "gathered": 0 if one else item * (3 * layer + 2 * sizes.outside) + trained * whole * layer,
         "activations": activations,
         "logits": logits,
         "checkpoint copy": 3 * share * trained,
@@ -155,7 +158,9 @@ def _moments_of_a_step(
     and of the first layer. In the first micro-batch gradients come as activations go; later ones add to all of them."""
     train, item = recipe.train, ITEM_BYTES[recipe.model.dtype]
     # The outputs of a layer's two norms are of all tokens on each rank; experts take those of their rank.
-    fed, gathered = batch.tokens * sizes.width, 1 if sizes.experts else 2
+    # Deferred gradients of matrices are computed from all tokens' inputs and gradients of outputs.
+    deferred = train.pipeline == "zbv"
+    fed, gathered = batch.tokens * sizes.width, 4 if deferred else 1 if sizes.experts else 2
     one = layer_bytes(sizes, item, batch.tokens) // train.tp + gathered * item * fed * (train.tp - 1) // train.tp
     layers = sizes.layers
     if (
@@ -166,6 +171,8 @@ def _moments_of_a_step(
     each, again = (
         (item * fed // train.tp, one) if train.activation_checkpointing else (one, 0)
     )  # ``again``: computed again
+    if deferred:  # what parts keep from one pass to another for them is no more than their layers keep
+        again *= -(-sizes.layers // (2 * train.pp)) * (2 if batch.only else 2 * train.pp - 1)
     # Beside what the layer keeps: the gradients of its output, and of the two factors of its MLP's product or inside norms.
     working = item * fed + batch.tokens * max(2 * item * sizes.intermediate, 3 * FLOAT * sizes.width) // train.tp
     head = 0 if recipe.adapters else item * sizes.vocabulary * sizes.width  # its gradient

@@ -415,8 +415,8 @@ def layers_divide(recipe: Recipe) -> Iterator[Problem]:
         wrong = f"needs stages of two parts each, and train.pp = {train.pp}, train.vpp = {train.vpp}"
         yield problem(recipe, "train.pipeline", wrong, "set train.pp = 2 or more and train.vpp = 2, or 'auto'")
     elif train.pipeline == "zbv" and recipe.adapters:
-        wrong = "defers gradients of matrices, and with model.lora.rank they have none"
-        yield problem(recipe, "train.pipeline", wrong, "set 'auto'")
+        wrong = "defers gradients of matrices, which the adapters of model.lora.rank freeze"
+        yield problem(recipe, "train.pipeline", wrong, "set train.pipeline = 'auto'")
     if train.vpp > 1 and train.pp == 1:
         wrong = "divides the layers of pipeline stages, and train.pp = 1 makes none"
         yield problem(recipe, "train.vpp", wrong, "set train.vpp = 1, or train.pp = 2")

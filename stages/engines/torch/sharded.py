@@ -148,6 +148,8 @@ class ShardedTrainEngine(TorchTrainEngine):
         heads = model.config.get_text_config().num_attention_heads if ranks.cp > 1 else ranks.tp
         if context_parallel == "ulysses" and not fits_ulysses(heads, ranks.tp, ranks.cp):
             raise ValueError(f"cp: {ranks.cp} ranks cannot share {heads} heads evenly; use context_parallel = 'ring'")
+        if ranks.pipeline == "zbv" and options.get("adapters") is not None:
+            raise ValueError("pipeline: 'zbv' defers gradients of matrices, which adapters freeze; use 'auto'")
         super().__init__(model, device=device, **options)
         if self._token_budget is not None:
             self._token_budget *= ranks.cp
@@ -187,10 +189,6 @@ class ShardedTrainEngine(TorchTrainEngine):
             if self._adapters is not None:
                 fill_adapters(self.model, self._adapters)
         self.model.forward = lambda compute, *arguments: compute(*arguments)  # FSDP gathers parameters around forward
-        if ranks.pipeline == "zbv" and self._adapters is not None:
-            raise ValueError(
-                "pipeline: 'zbv' defers gradients of matrices, and those of adapters' are frozen; use 'auto'"
-            )
         self._pipeline = Pipeline(self, parts, self._meshes) if parts else None
         self._passes = self._pipeline or self._passes
         take_over(self)

@@ -150,6 +150,18 @@ FAULTS = [
 ]
 
 
+def test_deferred_gradients_need_two_parts_a_stage_and_no_adapters(minimal: Path) -> None:
+    stages = ("train.pipeline=zbv", "train.pp=2")
+    for more, fix in (
+        (("train.vpp=3",), "set train.pp = 2 or more and train.vpp = 2, or 'auto'"),
+        ((), "set train.pp = 2 or more and train.vpp = 2, or 'auto'"),
+        (("train.vpp=2", "model.lora.rank=4"), "set train.pipeline = 'auto'"),
+    ):
+        [blamed] = [problem for problem in problems(minimal, *stages, *more) if problem.key == "train.pipeline"]
+        assert (blamed.value, blamed.fix) == ("zbv", fix)
+    assert "train.pipeline" not in {problem.key for problem in problems(minimal, *stages, "train.vpp=2")}
+
+
 @pytest.mark.parametrize(("override", "key", "fix"), FAULTS)
 def test_a_fault_names_its_key_its_value_and_its_fix(minimal: Path, override: str, key: str, fix: str) -> None:
     sets = [override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import memory_of, parameters_of_source, plan
 from stages import device
 from stages.engines.plans import GroupShape, plan_micro_batches
+from stages.engines.schedules import orders
 from stages.engines.torch import token_logprobs
 from stages.engines.torch.decoding import attention
 from stages.engines.torch.packing import pack
@@ -102,6 +104,30 @@ def test_the_parts_follow_the_recipe(minimal: Path) -> None:
     )
     assert alone["activations"] == pytest.approx(2 * divided["activations"], rel=0.01)
     assert not memory_of(load_recipe(minimal, ["model.source=mock", "rollout.engine=mock", "train.engine=mock"]))
+
+
+@pytest.mark.parametrize("pp", [2, 3, 5])
+def test_parts_of_which_gradients_are_deferred_are_counted(minimal: Path, pp: int) -> None:
+    """At most 2 pp parts are between forward pass and gradients of matrices, 2 pp - 1 after the backward pass."""
+    waiting, left, at = 0, 0, Counter[str]()
+    for order in orders(pp, 2, 4 * pp, kind="zbv"):
+        at.clear()
+        for action in order:
+            at[action.kind] += 1
+            waiting, left = max(waiting, at["F"] - at["W"]), max(left, at["B"] - at["W"])
+    assert (waiting, left) == (2 * pp, 2 * pp - 1)
+    recipe = load_recipe(minimal, [*BIG, "algorithm.group_size=8"])
+    for again in (False, True):
+        stages = {"pp": pp, "vpp": 2, "token_budget": 1024, "activation_checkpointing": again}
+        one, other = (
+            memory_of(recipe.model_copy(update={"train": recipe.train.model_copy(update={**stages, **kind})}))["train"]
+            for kind in ({}, {"pipeline": "zbv"})
+        )
+        assert other["gathered"] > one["gathered"]
+        assert other["activations"] >= one["activations"]
+    tokens = 256 + 511  # of a prompt with one response: two do not fit
+    sizes = Sizes(30, 576, 1536, 0, 0, 9, 3, 64, 49152, True)
+    assert other["activations"] >= left * (30 // (2 * pp)) * layer_bytes(sizes, 4, tokens)
 
 
 def test_a_step_s_peak_is_at_the_head_or_in_a_layer(minimal: Path) -> None:

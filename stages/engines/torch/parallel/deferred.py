@@ -53,6 +53,9 @@ class DeferredGradients:
         for unit in reversed(units):  # as torch's own pipeline stages do it
             unit.set_requires_gradient_sync(True, recurse=False)
             for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:  # others' gradients are kept in the dtype that is scattered
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
                 group.post_backward()
             unit.set_requires_gradient_sync(False, recurse=False)
         units[0]._get_fsdp_state()._root_post_backward_final_callback()
@@ -72,13 +75,13 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kept: list[Kept]
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.kept = kept
+        ctx.kept, ctx.parameters = kept, (weight, bias)  # activations computed again come with copies of parameters
         return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
-        ctx.kept.append((weight, bias, x, gradients[0]))
+        x, weight, _ = ctx.saved_tensors
+        ctx.kept.append((*ctx.parameters, x, gradients[0]))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         return product(gradients[0].flatten(0, -2), weight).view(x.shape), None, None, None
