@@ -5,7 +5,7 @@ process, all runs at once: what else the machine does slows all of them alike.
 
 In the middle third of the steps responses are ``times`` as long, so that generation needs as much time as training; before
 and after it needs half. Throughput: optimizer steps over time between the first and the last step. Staleness: mean over all
-samples. The best fixed bound is the smallest one whose time is within 2 % of the shortest.
+samples. The best fixed bound is the smallest one that takes at most 2 % longer than the fastest.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ async def compare(workload: Workload, fixed: Sequence[int]) -> tuple[list[Arm], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fixed", type=int, nargs="+", default=[1, 2, 3, 4], metavar="N")
-    parser.add_argument("--smoke", action="store_true", help="a short run, whose figures say little")
+    parser.add_argument("--smoke", action="store_true", help="a short run, to test the benchmark")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     workload = SMOKE if options.smoke else Workload()

@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=2.0)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--beside", type=int, default=2, help="runs at a time")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only the runs whose names have it")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only runs with TEXT in their names")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")

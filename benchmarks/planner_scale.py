@@ -1,4 +1,4 @@
-"""What the planner says of clusters that nobody here has, and of published results. Nothing is run: it is arithmetic and
+"""Forecasts for large clusters, and for published results. Nothing is run: it is arithmetic and
 simulation (`orchestration/simulation`), with every assumption named.
 
     python benchmarks/planner_scale.py [--devices 64 384 1000 10000] [--json FILE]

@@ -48,7 +48,7 @@ def plan_run(
     recipe: RecipeArgument,
     set_: SetOption = None,
     costs: Annotated[
-        Path | None, typer.Option("--costs", metavar="RUN_DIR", help="A run whose measured costs count.")
+        Path | None, typer.Option("--costs", metavar="RUN_DIR", help="Use the costs measured in this run.")
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Optimizer steps. Default: the recipe's.")] = 0,
     hardware: Annotated[
@@ -138,7 +138,7 @@ def plan_what_if(
     from orchestration.simulation.search import what_if
 
     try:
-        _, now, changed = what_if(folder, set_ or [])
+        now, changed = what_if(folder, set_ or [])
     except (NotMeasured, RecipeError) as error:
         refuse(error)
     if as_json:
@@ -153,16 +153,16 @@ def plan_what_if(
 def _costs(recipe: Recipe, folder: Path | None, hardware: str, response_tokens: float) -> tuple[CostsOf, LengthsOf]:
     from orchestration.simulation.costs import DrawnLengths
     from orchestration.simulation.mock_costs import mock_costs, mock_lengths
-    from orchestration.simulation.search import scaled
+    from orchestration.simulation.search import costs_of_run, scaled
 
     if folder is not None:
-        from orchestration.simulation.recorded import NotMeasured, recorded_costs
+        from orchestration.simulation.recorded import NotMeasured
 
         try:
-            costs, lengths = recorded_costs(folder)
+            costs, lengths = costs_of_run(folder)
         except NotMeasured as lacking:
             refuse(f"--costs: {lacking}")
-        return scaled(costs, recipe.train.ranks), lengths
+        return costs, lengths.of_groups(recipe.algorithm.group_size)
     if hardware:
         from orchestration.simulation.analytic import Hardware, analytic_costs
 

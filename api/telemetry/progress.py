@@ -142,8 +142,8 @@ class Progress(RunTotals):
         return float(recent[-1].tokens_generated / (self.stepped - self.running))
 
     def busiest(self, *, recent: bool = True) -> tuple[str, float] | None:
-        """The stage whose workers are busy for the largest share of their time, lately or in the whole run, and that share.
-        None before any time has passed."""
+        """Returns the stage with the largest busy share (mean over its workers), and that share: of the last seconds, or
+        with ``recent=False`` of the whole run. None before a worker has reported."""
         by_stage = dict[str, list[float]]()
         for worker in self.workers.values():
             spent = worker.recent if recent else worker.totals

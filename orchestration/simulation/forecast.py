@@ -9,17 +9,16 @@ from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs, LengthsOf
 from orchestration.simulation.simulator import Setup, Simulator, Step
 
-SETTLED_STEPS = (
-    5  # the pipeline fills in the first steps of a run, and drains in the last; at most a quarter of the steps each
-)
+# Left out at either end, at most a quarter of the steps each: the pipeline fills in the first ones, and drains in the last.
+SETTLED_STEPS = 5
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Between the first and last steps of a simulated run. Shares are of that time: ``generation`` in which the replicas'
-    decoding capacity was in use for the tokens trained, ``decoding`` (of the whole run) in which a replica has responses
-    to decode, ``training`` in which the trainer trained, ``waiting`` in which it
-    waited for samples. Staleness in versions, of a sample. ``seconds``: of the whole run."""
+    """Between the first and last steps of a simulated run. Shares of that time: ``generation``, the part of the replicas'
+    decoding capacity that the trained tokens needed; ``training`` and ``waiting``, in which the trainer trained, and waited
+    for samples. ``decoding``: share of the whole run in which a replica had responses to decode. Staleness of samples, in
+    versions. ``seconds``: of the whole run."""
 
     tokens_per_second: float
     step_seconds: float

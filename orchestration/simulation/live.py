@@ -72,9 +72,8 @@ class LiveForecast:
         costs, lengths = measured_costs(events, self.folder, with_bound(self.recipe, self.bound))
         rows = self.recipe.train.groups_per_step * self.recipe.algorithm.group_size
         length = max(WINDOW, min(3 * WINDOW, SAMPLES // rows))
-        bounds = range(self.recipe.pipeline.staleness_min or self.bound, self.recipe.pipeline.staleness + 1)
-        if not self.recipe.pipeline.staleness_min:
-            bounds = range(self.bound, self.bound + 1)
+        pipeline = self.recipe.pipeline
+        bounds = range(pipeline.staleness_min or pipeline.staleness, pipeline.staleness + 1)
         forecasts = []
         for bound in bounds:
             setup = setup_of(with_bound(self.recipe, bound), steps=length)

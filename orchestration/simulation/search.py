@@ -20,7 +20,7 @@ from orchestration.recipe.load import compare_recipe
 from orchestration.recipe.planner import arena_bytes, memory_of
 from orchestration.recipe.problems import Problem, RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.simulation.costs import Costs, LengthsOf
+from orchestration.simulation.costs import Costs, DrawnLengths, LengthsOf
 from orchestration.simulation.forecast import Forecast, forecast, setup_of
 from orchestration.simulation.recorded import recipe_of, recorded_costs
 
@@ -29,6 +29,7 @@ SIMULATED = (  # keys of a recipe whose effect is simulated
     *("rollout.workers", "rollout.max_rows", "rollout.budget", "rollout.on_update", "train.dp", "train.tp"),
     *("sync.rolling", "sync.at_once"),
 )
+FIXED = ("pipeline.staleness_min=0",)  # the bound is a number, also where the recipe leaves it to the run
 BOUNDS = (0, 1, 2, 3, 4, 8)
 SAMPLES = 1_000_000  # that a search simulates, at most: some seconds
 ROOM = 1 << 40  # bytes of an arena that has room for any run
@@ -55,23 +56,30 @@ def scaled(costs: Costs, ranks: int) -> CostsOf:
     return lambda recipe: replace(costs, token_seconds=costs.token_seconds * ranks / recipe.train.ranks)
 
 
-def what_if(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, Forecast, Forecast]:
-    """The recipe of the run in ``folder`` with ``overrides`` (``KEY=VALUE``, of :data:`SIMULATED`), and by the run's own
-    costs a forecast of it as it is and of the changed one. Raises NotMeasured and RecipeError."""
+def costs_of_run(folder: Path) -> tuple[CostsOf, DrawnLengths]:
+    """Costs and lengths measured in the run in ``folder``, for its recipe with other keys. Raises NotMeasured."""
+    costs, lengths = recorded_costs(folder)
+    return scaled(costs, recipe_of(folder).train.ranks), lengths
+
+
+def what_if(folder: Path, overrides: Sequence[str]) -> tuple[Forecast, Forecast]:
+    """By the costs of the run in ``folder``: a forecast of it as it is, and one with ``overrides`` (``KEY=VALUE``, of
+    :data:`SIMULATED`). Raises NotMeasured and RecipeError."""
     recipe = recipe_of(folder)
     given = [(key.strip(), value) for key, _, value in (override.partition("=") for override in overrides)]
     fix = f"use some of {', '.join(SIMULATED)}"
     if other := [Problem(key, value, "is not simulated", fix) for key, value in given if key not in SIMULATED]:
         raise RecipeError(recipe.name, other)
-    changed = compare_recipe(recipe, overrides)
-    costs, lengths = recorded_costs(folder)
-    of, found = scaled(costs, recipe.train.ranks), []
-    for one in (recipe, changed):
+    fixed = FIXED if "pipeline.staleness" in dict(given) else ()
+    changed = compare_recipe(recipe, (*overrides, *fixed))
+    costs, lengths = costs_of_run(folder)
+
+    def of(one: Recipe) -> Forecast:
         rows = one.train.groups_per_step * one.algorithm.group_size
-        drawn = lengths.of_groups(one.algorithm.group_size)
         steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (10 * rows)))
-        found.append(forecast(setup_of(one, steps=steps), of(one), drawn))
-    return changed, found[0], found[1]
+        return forecast(setup_of(one, steps=steps), costs(one), lengths.of_groups(one.algorithm.group_size))
+
+    return of(recipe), of(changed)
 
 
 def search(
@@ -93,8 +101,6 @@ def search(
             f"--devices: {devices} is too few; rollout, training and a reference of its own take a device each, here "
             f"{devices - others + 2}"
         )
-    if recipe.pipeline.staleness_min:  # each choice has a bound of its own
-        recipe = compare_recipe(recipe, ["pipeline.staleness_min=0"])
     wanted = list(_changes(recipe, others, bounds, tensor_parallel or (recipe.train.tp,)))
     rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (len(wanted) * rows)))
@@ -116,16 +122,17 @@ def _speed(choice: Choice) -> float:
 def _changes(
     recipe: Recipe, devices: int, bounds: Sequence[int], tensor_parallel: Sequence[int]
 ) -> Iterator[tuple[str, ...]]:
+    bounded = [(f"pipeline.staleness={bound}", *(FIXED if recipe.pipeline.staleness_min else ())) for bound in bounds]
     for tp, ranks in itertools.product(tensor_parallel, range(1, devices)):
         each = recipe.train.ranks // recipe.train.dp // recipe.train.tp * tp  # devices of one replica of the trainer
         if ranks * each < devices:
             tps = () if tp == recipe.train.tp else (f"train.tp={tp}",)
             split = f"rollout.workers={devices - ranks * each}", f"train.dp={ranks}", *tps
-            yield from ((*split, f"pipeline.staleness={bound}") for bound in bounds)
+            yield from ((*split, *bound) for bound in bounded)
     each = recipe.train.ranks // recipe.train.dp
     if not recipe.colocated and devices % each == 0:
         together = "launch.placement=colocated", "rollout.workers=1", f"train.dp={devices // each}"
-        yield from ((*together, f"pipeline.staleness={bound}") for bound in bounds)
+        yield from ((*together, *bound) for bound in bounded)
 
 
 def _tried(

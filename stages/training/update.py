@@ -136,7 +136,8 @@ class Update(Stage):
             if "truncated" in rows:
                 metrics = {**metrics, "truncated": float(rows["truncated"].float().mean())}
             metrics = {**metrics, **variety(claim, rows)}
-            ledger, forecast = await self.dock.index.ledger(), json.loads(await self.dock.index.get(FORECAST) or "{}")
+            ledger, found = await asyncio.gather(self.dock.index.ledger(), self.dock.index.get(FORECAST))
+            forecast = json.loads(found or "{}")
             now = time.monotonic()
             spent = (now - self._since, seconds)
             event = step_event(

@@ -163,7 +163,7 @@ async def what_if_of_run(service: Service, path: RunPath, body: WhatIf) -> WhatI
     folder = service.folder(await service.registry.get(path.run))
     overrides = [f"{name}={json.dumps(value)}" for name, value in body.overrides.items()]
     try:
-        _, now, changed = await asyncio.to_thread(what_if, folder, overrides)
+        now, changed = await asyncio.to_thread(what_if, folder, overrides)
     except NotMeasured as lacking:
         fix = "ask again after some optimizer steps"
         raise HTTPProblem(409, str(lacking).rpartition(": ")[2], kind="not-measured", fix=fix) from None

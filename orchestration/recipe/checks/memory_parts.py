@@ -132,9 +132,8 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
     frozen = -(-parameters // train.shards) * item if recipe.adapters else 0
     activations, logits, gradients = max(_moments_of_a_step(recipe, sizes, batch, share * trained), key=sum)
     layer = max(0, (parameters - sizes.outside) // sizes.layers - sizes.experts) // train.tp + sizes.experts // train.ep
-    whole = (
-        -(-sizes.layers // train.pp) if train.pipeline == "zbv" else 0
-    )  # layers whose gradients wait to be scattered
+    # Layers whose gradients wait to be scattered.
+    whole = -(-sizes.layers // train.pp) if train.pipeline == "zbv" else 0
     freed = (KEPT_ACTIVATIONS if batch.only else KEPT_SEVERAL) * activations
     kept = _kept(freed, item * batch.tokens * sizes.intermediate // train.tp)
     if not one and trained * layer < MAPPED_BYTES:

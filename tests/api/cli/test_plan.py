@@ -60,8 +60,10 @@ def test_a_search_ranks_the_splits_and_writes_the_best(tmp_path: Path) -> None:
     _, text, _ = plan("run", "mock", "--search", "--devices", "5")
     assert "choices cannot run; the first: rollout.workers=3 train.dp=2" in text
     assert "staleness\n" in text
-    code, out, _ = plan("run", "mock", "--set", "pipeline.staleness=auto", "--search", "--devices", "3", "--json")
+    auto = ("--set", "pipeline.staleness=auto", "--search", "--devices", "3")
+    code, out, _ = plan("run", "mock", *auto, "--write", str(best), "--json")
     assert code == 0
+    assert json.loads(best.read_text())["pipeline"]["staleness_min"] == 0
     assert len([one for one in json.loads(out)["choices"] if one["forecast"]]) == len(BOUNDS), "a bound for each choice"
 
 
@@ -110,3 +112,8 @@ def test_a_profile_is_what_a_forecast_is_made_from(tmp_path: Path) -> None:
     assert code == 0
     assert found["forecast"]["tokens_per_second"] > 0
     assert found["costs"]["sources"]["row_rate"] == "measured in run"
+    _, out, _ = plan("run", "tiny", "--costs", str(tmp_path / "run"), "--json", "--set", "train.dp=2")
+    assert json.loads(out)["costs"]["token_seconds"] == pytest.approx(found["costs"]["token_seconds"] / 2), "two ranks"
+    code, out, _ = plan("what-if", str(tmp_path / "run"), "--set", "pipeline.staleness=0", "--json")
+    assert code == 0
+    assert json.loads(out)["changed"]["staleness_max"] == 0
