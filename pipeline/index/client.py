@@ -278,9 +278,8 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
 
     async def ledger_event(self) -> LedgerEvent:
         """The ledger of this moment as an event, with what was dropped by reason."""
-        dropped = dict(await self.call("dropped") or {})
-        of = {name: {reason: found[at] for reason, found in dropped.items()} for at, name in enumerate(DROPPED)}
-        return LedgerEvent.of({**await self.ledger(), **of})
+        found = await self.call("ledger_event")
+        return LedgerEvent.of({**found, **{name: dict(found[name] or {}) for name in DROPPED}})
 
     async def resume_point(self) -> ResumePoint:
         """What a checkpoint of this moment records of the flow. Groups that are admitted and not trained are made again."""

@@ -124,7 +124,19 @@ local function in_flight(run)
   return samples, tokens
 end
 
-define('ledger', function(run, a)
+-- → groups and tokens that were dropped, each {reason → number}
+local function dropped(run)
+  local groups, tokens, found = {}, {}, call('HGETALL', run .. 'n')
+  for i = 1, #found, 2 do
+    if sub(found[i], 1, 8) == 'dropped:' then
+      local reason = sub(found[i], 9)
+      groups[reason], tokens[reason] = int(found[i + 1]), value(run, 'dropped_tokens:' .. reason)
+    end
+  end
+  return groups, tokens
+end
+
+local function ledger(run)
   local rows_in_flight, tokens_in_flight = in_flight(run)
   return {
     generated = value(run, 'generated'), generated_tokens = value(run, 'generated_tokens'),
@@ -135,17 +147,13 @@ define('ledger', function(run, a)
     redelivered = value(run, 'redelivered'), skipped_steps = value(run, 'skipped_steps'),
     spared_groups = value(run, 'spared_groups'),
   }
-end, true)
+end
 
--- → {reason → {groups, tokens} that were dropped for it}
-define('dropped', function(run, a)
-  local out, found = {}, call('HGETALL', run .. 'n')
-  for i = 1, #found, 2 do
-    if sub(found[i], 1, 8) == 'dropped:' then
-      local reason = sub(found[i], 9)
-      out[reason] = { int(found[i + 1]), value(run, 'dropped_tokens:' .. reason) }
-    end
-  end
+define('ledger', function(run, a) return ledger(run) end, true)
+
+define('ledger_event', function(run, a)
+  local out = ledger(run)
+  out.dropped, out.dropped_tokens = dropped(run)
   return out
 end, true)
 

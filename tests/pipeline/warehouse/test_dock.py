@@ -285,6 +285,32 @@ async def test_the_ledger_closes_at_every_moment(dock: Dock) -> None:
     assert (await closes())["trained"] == 4
 
 
+async def test_what_was_dropped_by_reason_adds_up_while_groups_are_dropped(
+    dock: Dock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await admit(dock, range(3))
+    rollout = await claim(dock, "rollout", version=0)
+    await respond(dock, rollout, positions=[0, 1, 2, 3])
+    rewards = await claim(dock, "reward")
+    await dock.commit(rewards, range(4), {"reward": torch.ones(4)})
+    held = [await claim(dock, "advantage", 1) for _ in range(2)]
+    call, waiting = dock.index.call, list(enumerate(held))
+
+    async def drop_after_each_call(name: str, **arguments: Any) -> Any:
+        answer = await call(name, **arguments)
+        if name != "drop_groups" and waiting:
+            group, one = waiting.pop(0)
+            await dock.index.drop_groups(one, [group], f"reason {group}")
+        return answer
+
+    monkeypatch.setattr(dock.index, "call", drop_after_each_call)
+    events = [await dock.index.ledger_event() for _ in range(3)]
+    assert [event.filtered for event in events] == [0, 2, 4]
+    for event in events:
+        assert sum(event.dropped.values()) * 2 == event.filtered
+        assert sum(event.dropped_tokens.values()) == event.filtered_tokens
+
+
 async def test_without_slack_replacements_are_admitted_together_when_the_other_groups_wait_for_training(
     index: Index, tmp_path: Path
 ) -> None:
