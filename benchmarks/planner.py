@@ -1,14 +1,22 @@
 """How well the planner predicts: throughput and staleness of real runs beside what `asyncdock plan run` simulates.
 
     python benchmarks/planner.py [--step-seconds 2] [--steps 16] [--beside 2] [--match TEXT] [--json FILE]
-    python benchmarks/planner.py --real [--steps 24] [--json FILE]
+    python benchmarks/planner.py --nodes [--match TEXT]
+    python benchmarks/planner.py --splits 6
+    python benchmarks/planner.py --real tiny [--steps 150] [--json FILE]
     python benchmarks/planner.py --speed
 
 Mock grid: runs over the staleness bound, balance, spread of lengths, replicas, share of swaps and window, with mock engines
 and everything else real (as in ``benchmarks/overlap.py``). The simulation has the recipe alone, and one constant measured in
 one run: the seconds between two steps: claim, commit, publish, and what an engine does beside its
-model of time. Real grid: the model `tiny` with torch engines; costs are measured in one run (`asyncdock plan profile`), and
-the other recipes are predicted from it.
+model of time. With ``--nodes`` the runs are on two nodes of a Ray cluster on this machine, a replica on each.
+
+Splits: so many devices are split between rollout replicas and a trainer, each way there is. The mock trainer stands for one
+on several devices: a token takes it the part of the time that one of so many ranks needs for its share. The split with the
+most predicted tokens/s is the planner's choice; its measured tokens/s over those of the split measured best is its share.
+
+Real grid: a model with torch engines; costs are measured in one run (`asyncdock plan profile`), and the other
+recipes are predicted from it.
 
 Error: predicted over measured throughput, less 1; steps at either end of a run are left out, of both alike.
 """
@@ -21,8 +29,8 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -43,9 +51,16 @@ from pipeline.staleness import StalenessPlan
 
 try:
     from overlap import TorchWorkload, Workload
+    from ray_cluster import raylets
 except ImportError:  # imported by a test, not started as a script
     from benchmarks.overlap import TorchWorkload, Workload
+    from benchmarks.ray_cluster import raylets
 
+MEASURED = "measured"
+REAL = {
+    "tiny": TorchWorkload(replicas=1),
+    "smollm2": TorchWorkload(model="smollm2", replicas=1, groups=4, group_size=4, rows=16, longest=24),
+}
 REFERENCE = "eta 2, balance 1.5, sigma 0.3"  # training is the busiest stage, beside generation
 
 
@@ -99,13 +114,50 @@ def mock_grid(step_seconds: float, steps: int) -> Iterator[Case]:
         yield case(f"eta {bound}, balance {balance}, paced", work, bound, admission="paced")
 
 
-def real_grid(steps: int) -> Iterator[Case]:
-    plain = TorchWorkload(steps=steps, replicas=1)
+def node_grid(step_seconds: float, steps: int, address: str) -> Iterator[Case]:
+    """8 runs on two nodes of the Ray cluster at ``address``, a replica on each."""
+    yield Case(REFERENCE, replace(_training_bound(step_seconds, steps), replicas=2, address=address).recipe(2))
+    for bound, balance, share in itertools.product((1, 2), (0.8, 1.0), (0.02, 0.1)):
+        work = Workload(step_seconds, balance, steps, replicas=2, swap_share=share, address=address)
+        yield Case(f"2 nodes, eta {bound}, balance {balance}, swaps {share}", work.recipe(bound))
+
+
+def split_grid(step_seconds: float, steps: int, devices: int) -> Iterator[Case]:
+    """Each way to split ``devices`` between replicas and the trainer, at two bounds. One replica decodes a step's responses
+    in as many times ``step_seconds`` as half of the devices are, and one device trains them in so long."""
+    yield Case(REFERENCE, _training_bound(step_seconds, steps).recipe(2))
+    of_one = replace(Workload(), step_seconds=step_seconds * devices / 2, steps=steps, sigma=0.6)
+    for bound, replicas in itertools.product((1, 2), range(1, devices)):
+        trainers = devices - replicas
+        recipe = replace(of_one, slots=of_one.slots * replicas, replicas=replicas).recipe(bound)
+        rates = (
+            f"rollout.mock.row_rate={of_one.row_rate}",
+            f"train.mock.token_seconds={of_one.train_token_seconds / trainers}",
+        )
+        yield Case(f"eta {bound}, {replicas} + {trainers} devices", _with(recipe, *rates))
+
+
+def _training_bound(step_seconds: float, steps: int) -> Workload:
+    return Workload(step_seconds, balance=1.5, steps=steps, sigma=0.3)
+
+
+def share_of_best(rows: Sequence[Row]) -> str:
+    """How much of the throughput of the row that is measured best the row has that is predicted best."""
+    chosen, best = max(rows, key=lambda row: row.predicted), max(rows, key=lambda row: row.measured)
+    share = chosen.measured / best.measured
+    return f"chosen: {chosen.name}; measured best: {best.name}; share of the best: {share:.3f}"
+
+
+def real_grid(model: str, steps: int) -> Iterator[Case]:
+    """The run that is measured, and 11 others: bounds and groups a step; another worker; a token budget."""
+    plain = replace(REAL[model], steps=steps)
     first = plain.recipe(1, rolling=True)
-    yield Case("measured", first)
-    for bound, groups in itertools.product((0, 1, 2), (4, 8, 16)):
+    yield Case(MEASURED, first)
+    for bound, groups in itertools.product((0, 1, 2), (plain.groups // 2, plain.groups, 2 * plain.groups)):
         keys = (f"pipeline.staleness={bound}", f"train.groups_per_step={groups}")
         yield Case(f"eta {bound}, {groups} groups a step", _with(first, *keys))
+    yield Case("eta 1, 2 workers", _with(first, "rollout.workers=2"))
+    yield Case("eta 1, budget", _with(first, f"rollout.budget={plain.longest // 2}"))
 
 
 def _with(recipe: Recipe, *changes: str) -> Recipe:
@@ -215,7 +267,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--beside", type=int, default=2, help="runs at a time")
     parser.add_argument("--match", default="", metavar="TEXT", help="only runs with TEXT in their names")
-    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--nodes", action="store_true", help="on two nodes of a Ray cluster")
+    parser.add_argument("--splits", type=int, default=0, metavar="DEVICES", help="every split of so many devices")
+    parser.add_argument("--real", choices=sorted(REAL), help="real engines with this model")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -225,13 +279,29 @@ def main() -> None:
         for line in document:
             print(f"{line['replicas']:6.0f} replicas {line['samples_per_second']:12,.0f} samples/s")
     else:
-        grid = real_grid(options.steps) if options.real else mock_grid(options.step_seconds, options.steps)
-        cases = [case for case in grid if options.match in case.name or case.name == REFERENCE]
-        with tempfile.TemporaryDirectory(prefix="planner-") as home, closing(ForkServer.start()) as forks:
-            path = Path(home)
+        with ExitStack() as stack:
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="planner-")))
+            forks = stack.enter_context(closing(ForkServer.start()))
+            if options.real:
+                grid = real_grid(options.real, options.steps)
+            elif options.nodes:
+                cluster = stack.enter_context(raylets(2, 8))
+                grid = node_grid(options.step_seconds, options.steps, cluster.address)
+            elif options.splits:
+                grid = split_grid(options.step_seconds, options.steps, options.splits)
+            else:
+                grid = mock_grid(options.step_seconds, options.steps)
+            cases = [case for case in grid if options.match in case.name or case.name in (MEASURED, REFERENCE)]
             work = real_rows(cases, path, forks) if options.real else mock_rows(cases, path, options.beside, forks)
             rows = asyncio.run(work)
         print(table(rows))
+        if options.splits:
+            for bound in (1, 2):
+                print(
+                    share_of_best(
+                        [row for row in rows if row.name.startswith(f"eta {bound}, ") and row.name != REFERENCE]
+                    )
+                )
         document = [{**asdict(row), "error": row.error} for row in rows]
     if options.json:
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -61,6 +61,9 @@ def plan_run(
         float,
         typer.Option("--response-tokens", min=0, help="Mean length with --hardware. Default: half of the longest."),
     ] = 0,
+    failures: Annotated[
+        float, typer.Option("--failures", min=0, metavar="N", help="How often a rollout worker fails in an hour.")
+    ] = 0,
     price: Annotated[float, typer.Option("--price", min=0, help="Of a device, an hour: adds what the run costs.")] = 0,
     search: Annotated[
         bool, typer.Option("--search", help="Rank the splits of the devices, and the staleness.")
@@ -89,9 +92,9 @@ def plan_run(
     if search:
         tensor_parallel = TENSOR_PARALLEL if hardware else ()
         return _search(
-            loaded, costs_of, lengths, devices or have, tensor_parallel, device_memory, write, as_json=as_json
+            loaded, costs_of, lengths, devices or have, tensor_parallel, device_memory, failures, write, as_json=as_json
         )
-    setup, of = setup_of(loaded, steps=steps), costs_of(loaded)
+    setup, of = replace(setup_of(loaded, steps=steps), failures=failures), costs_of(loaded)
     found = forecast(setup, of, lengths)
     better = forecast(replace(setup, replicas=setup.replicas + 1), of, lengths)
     later = replace(setup.plan, bound=setup.plan.bound + 1)
@@ -108,7 +111,7 @@ def plan_run(
                 "costs": asdict(of),
             }
         )
-    safe_console().print(_forecast_view(loaded, found, better, staler, of, have, price))
+    safe_console().print(_forecast_view(loaded, found, better, staler, of, have, price, failures))
 
 
 def plan_profile(
@@ -191,6 +194,7 @@ def _search(
     devices: int,
     tensor_parallel: Sequence[int],
     device_memory: str,
+    failures: float,
     write: Path | None,
     *,
     as_json: bool,
@@ -204,7 +208,15 @@ def _search(
     except ValueError as error:
         refuse(f"--device-memory: {error}")
     try:
-        choices = search(recipe, costs, lengths, devices=devices, tensor_parallel=tensor_parallel, device_memory=memory)
+        choices = search(
+            recipe,
+            costs,
+            lengths,
+            devices=devices,
+            tensor_parallel=tensor_parallel,
+            device_memory=memory,
+            failures=failures,
+        )
     except ValueError as error:
         refuse(error)
     if not choices or choices[0].forecast is None:
@@ -217,7 +229,14 @@ def _search(
 
 
 def _forecast_view(
-    recipe: Recipe, found: Forecast, better: Forecast, staler: Forecast, costs: Costs, devices: int, price: float
+    recipe: Recipe,
+    found: Forecast,
+    better: Forecast,
+    staler: Forecast,
+    costs: Costs,
+    devices: int,
+    price: float,
+    failures: float,
 ) -> RenderableType:
     more, later = (one.tokens_per_second / found.tokens_per_second - 1 for one in (better, staler))
     if found.busiest == "training":
@@ -249,7 +268,7 @@ def _forecast_view(
     shown = table("", "")
     for name, text in rows:
         shown.add_row(name, text)
-    sources = sorted({source for source in costs.sources.values()})
+    sources = sorted({of for name, of in costs.sources.items() if name != "restart_seconds" or failures})
     return Group(shown, Text(f"\ncosts: {'; '.join(sources)}"))
 
 

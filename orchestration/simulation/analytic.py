@@ -16,7 +16,7 @@ from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.planner import config_of, parameters_of, prompt_limits, trained_state
 from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
-from orchestration.simulation.costs import Costs
+from orchestration.simulation.costs import ASSUMED, Costs
 from orchestration.simulation.mock_costs import prompt_tokens_of
 from stages.engines.costs import Step, sent
 from stages.engines.strategies import Ranks
@@ -96,7 +96,7 @@ def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -
         token_seconds=compute,
         reference_token_seconds=operations * tp,
         between_steps=BETWEEN_STEPS,
-        sources={**known, "between_steps": "assumed"},
+        sources={**known, **ASSUMED, "between_steps": "assumed"},
     )
 
 

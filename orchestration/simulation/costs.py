@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+ASSUMED = {"restart_seconds": "assumed"}  # where nothing has failed
 LengthsOf = Callable[[int], Sequence[int]]
 """Group number -> tokens of each of its responses."""
 
@@ -27,7 +28,9 @@ class Costs:
     what these had. Each decoding response adds ``row_seconds`` to a token of all (its keys and values are read). An
     optimizer step takes ``step_seconds`` and ``token_seconds`` for each token: responses, and the prompt of each group once.
     ``between_steps``: claim, commit and publishing, in which nothing is trained. ``swap_seconds`` of a swap nothing decodes,
-    ``copy_seconds`` are beside decoding. ``sources``: for each field, where its value comes from."""
+    ``copy_seconds`` are beside decoding. ``restart_seconds``: until a replica that has failed decodes again. ``dropped``:
+    share of the groups that leave untrained, as their rewards are equal or a reward failed. ``sources``: for each field,
+    where its value comes from."""
 
     row_rate: float
     step_seconds: float
@@ -41,7 +44,8 @@ class Costs:
     reference_token_seconds: float = 0.0
     reward_seconds: float = 0.0
     between_steps: float = 0.0
-    restart_seconds: float = 0.0
+    restart_seconds: float = 30.0
+    dropped: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def rate(self, rows: int) -> float:

@@ -8,7 +8,7 @@ from statistics import fmean
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
-from orchestration.simulation.costs import Costs, LengthsOf
+from orchestration.simulation.costs import ASSUMED, Costs, LengthsOf
 from stages.algorithms import build_algorithm
 from stages.engines.mock.engines import drawn_tokens
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
@@ -38,7 +38,7 @@ def mock_costs(recipe: Recipe, between_steps: float = BETWEEN_STEPS) -> Costs:
         reference_token_seconds=train.logprob_token_seconds * train.time_scale,
         prompt_tokens=prompt_tokens_of(recipe),
         between_steps=between_steps,
-        sources={**known, "between_steps": BETWEEN_STEPS_SOURCE, "prompt_tokens": "the recipe's prompts"},
+        sources={**known, **ASSUMED, "between_steps": BETWEEN_STEPS_SOURCE, "prompt_tokens": "the recipe's prompts"},
     )
 
 

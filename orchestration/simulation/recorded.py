@@ -2,6 +2,7 @@
 
     steps ──▶ seconds a token trained, seconds between steps        rollout workers ──▶ tokens/s of a response
     swaps ──▶ seconds in which nothing decodes, and beside it       samples ──▶ lengths, by group
+    starts ──▶ seconds until a replica decodes again                ledgers ──▶ share of groups dropped
 
 The rate of generation is fitted: where the trainer has waited for samples, the simulated run is as fast with it as the
 measured one; elsewhere its rollout workers are busy for the same share of the time.
@@ -19,7 +20,7 @@ from typing import Any
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.recipe.schema import Recipe
 from orchestration.run.paths import RECIPE
-from orchestration.simulation.costs import Costs, DrawnLengths
+from orchestration.simulation.costs import ASSUMED, Costs, DrawnLengths
 from orchestration.simulation.forecast import forecast, margin_of, setup_of
 from pipeline.events import Event
 from stages.sample_log import FOLDER, read
@@ -55,6 +56,7 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
     has changed of it since it began."""
     recipe = recipe or recipe_of(folder)
     events, steps, trainer = defaultdict[str, list[Mapping[str, Any]]](list), list[Event](), list[tuple[float, ...]]()
+    begun, starts = dict[str, float](), list[float]()
     for event in stream:
         events[event.kind].append(event.data)
         if event.kind == "step" and event.data.get("train_seconds"):
@@ -62,6 +64,11 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
         elif event.kind == "stage" and event.data["stage"] == "update":
             trained = sum(step.data["train_seconds"] for step in steps)
             trainer.append((event.data["wall"], event.data["waiting_input"], trained, len(steps)))
+        elif event.kind == "worker" and event.data["stage"] == "rollout":
+            if event.data["change"] in ("started", "died"):
+                begun.setdefault(event.data["worker"], event.time)
+            elif event.data["change"] == "ready" and event.data["worker"] in begun:
+                starts.append(event.time - begun.pop(event.data["worker"]))
     if len(steps) < FEWEST_STEPS:
         raise NotMeasured(f"{folder}: {len(steps)} optimizer steps are too few to measure; let it make {FEWEST_STEPS}")
     fed = [step.data["rows"] * step.data["response_length_mean"] for step in steps[1:]]
@@ -80,12 +87,26 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
         copy_seconds=median(swap.get("hidden_seconds") or 0.0 for swap in swaps) if swaps else 0.0,
         reference_token_seconds=reference[-1]["busy"] / reference[-1]["tokens"] if reference else 0.0,
         between_steps=between,
+        dropped=_dropped(events["ledger"]),
         sources=dict.fromkeys(Costs.__dataclass_fields__, f"measured in {folder.name}"),
     )
+    if starts:
+        costs = replace(costs, restart_seconds=median(starts))
+    else:
+        costs = replace(costs, sources={**costs.sources, **ASSUMED})
     found = _lengths(folder / FOLDER, steps[0].data["step"])
     found = found or [[round(step.data["response_length_mean"])] for step in steps]
     lengths = DrawnLengths(recipe.algorithm.group_size, recipe.rollout.max_tokens, measured=found, seed=recipe.seed)
     return _fitted(costs, lengths, recipe, steps, None if waited > WAITED else busy), lengths
+
+
+def _dropped(ledgers: list[Mapping[str, Any]]) -> float:
+    """Share of the samples that were dropped, among those that left."""
+    if not ledgers:
+        return 0.0
+    first = ledgers[0] if len(ledgers) > 1 else {}
+    trained, dropped = (ledgers[-1][name] - first.get(name, 0) for name in ("trained", "filtered"))
+    return dropped / (trained + dropped) if dropped else 0.0
 
 
 def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:

@@ -91,10 +91,11 @@ def search(
     bounds: Sequence[int] = BOUNDS,
     tensor_parallel: Sequence[int] = (),
     device_memory: int = 0,
+    failures: float = 0.0,
 ) -> list[Choice]:
     """Simulate the splits of ``devices`` devices at each of ``bounds``; the fastest first, those that cannot run last.
     ``tensor_parallel``: values of train.tp, none: the recipe's. ``device_memory``: bytes of a device, 0: not looked at.
-    Raises ValueError where the devices are too few."""
+    ``failures``: of each replica, an hour. Raises ValueError where the devices are too few."""
     others = devices - (1 if recipe.reference_is_here else 0)
     if others < 2:
         raise ValueError(
@@ -104,7 +105,7 @@ def search(
     wanted = list(_changes(recipe, others, bounds, tensor_parallel or (recipe.train.tp,)))
     rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (len(wanted) * rows)))
-    found = [_tried(recipe, changes, costs, lengths, steps, device_memory) for changes in wanted]
+    found = [_tried(recipe, changes, costs, lengths, steps, device_memory, failures) for changes in wanted]
     runs = sorted((choice for choice in found if choice.forecast), key=_speed, reverse=True)
     freshest, marked = float("inf"), []
     for choice in runs:
@@ -136,7 +137,13 @@ def _changes(
 
 
 def _tried(
-    recipe: Recipe, changes: tuple[str, ...], costs: CostsOf, lengths: LengthsOf, steps: int, device_memory: int
+    recipe: Recipe,
+    changes: tuple[str, ...],
+    costs: CostsOf,
+    lengths: LengthsOf,
+    steps: int,
+    device_memory: int,
+    failures: float,
 ) -> Choice:
     try:
         needed = arena_bytes(compare_recipe(recipe, (*changes, f"pipeline.arena={ROOM}")))
@@ -151,4 +158,5 @@ def _tried(
             if sum(parts.values()) > device_memory:
                 why = f"{engine}: {sum(parts.values())} bytes of a device's {device_memory}"
                 return Choice(changes, devices, None, refused=why)
-    return Choice(changes, devices, forecast(setup_of(changed, steps=steps), costs(changed), lengths))
+    setup = replace(setup_of(changed, steps=steps), failures=failures)
+    return Choice(changes, devices, forecast(setup, costs(changed), lengths))

@@ -31,9 +31,9 @@ class Setup:
     """The workers and limits of a simulated run. ``max_rows``: responses that a replica decodes at once, of ``most_rows``
     that it holds. ``first_groups``: groups of a replica's first claim. ``budget``: tokens of one visit of a response, 0:
     all. ``cut``: a swap parks what decodes. ``at_once``: replicas that may swap together, 0: all. ``references``: workers
-    that compute reference logprobs, 0: no such stage. ``dropped``: share of groups that leave untrained. ``failures``: of
-    each replica, an hour. ``room``: groups that the warehouses hold, with those trained since a checkpoint, which is made
-    ``checkpoint_every`` steps. ``paced``: the gate admits groups as late as keeps the trainer fed."""
+    that compute reference logprobs, 0: no such stage. ``failures``: of each replica, an hour. ``paced``: the gate admits
+    groups as late as keeps the trainer fed. Warehouses have room for all that the bound lets in: a recipe in which they have
+    not is refused."""
 
     plan: StalenessPlan
     group_size: int
@@ -47,10 +47,7 @@ class Setup:
     at_once: int = 0
     colocated: bool = False
     references: int = 0
-    dropped: float = 0.0
     failures: float = 0.0
-    room: int = 0
-    checkpoint_every: int = 1
     paced: bool = False
     seed: int = 0
 
@@ -191,9 +188,6 @@ class Simulator:
     def _admit(self) -> None:
         setup, size = self.setup, self.setup.group_size
         limit = min(self._limit(self._version), setup.steps * self.plan.groups_per_step + len(self._filtered))
-        if setup.room:
-            covered = self._version // setup.checkpoint_every * setup.checkpoint_every * self.plan.groups_per_step
-            limit = min(limit, covered + len(self._filtered) + setup.room)
         if self._pacer is not None:
             self._see()
             limit = min(limit, self._pacer.limit(self.now) + len(self._filtered))
@@ -301,7 +295,7 @@ class Simulator:
             self._scored(group)
 
     def _scored(self, group: _Group) -> None:
-        if self.setup.dropped and self._random.random() < self.setup.dropped:
+        if self.costs.dropped and self._random.random() < self.costs.dropped:
             self._open.remove(group.number)
             insort(self._filtered, group.number)
             self._admit()

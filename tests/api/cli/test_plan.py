@@ -29,6 +29,8 @@ def test_a_forecast_names_the_limit_and_what_one_more_worker_brings() -> None:
     assert found["one_more_replica"]["tokens_per_second"] > 1.1 * found["forecast"]["tokens_per_second"]
     assert found["price"] == pytest.approx(2 * found["devices"] * found["forecast"]["seconds"] / 3600)
     assert found["costs"]["sources"]["row_rate"] == "the mock engines' options"
+    _, failing, _ = plan("run", "mock", "--failures", "1000", "--json")
+    assert json.loads(failing)["forecast"]["tokens_per_second"] < found["forecast"]["tokens_per_second"]
     _, text, _ = plan("run", "mock", "--set", "pipeline.staleness=4")
     for part in (
         "tokens/s trained",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,8 @@ async def test_costs_of_a_run_that_waits_for_generation(tmp_path: Path) -> None:
     assert costs.row_rate == pytest.approx(options.row_rate, rel=0.25), "fitted by simulation"
     assert 0.03 <= costs.swap_seconds < 0.3
     assert 0 < costs.between_steps < 0.5
+    assert 0 < costs.restart_seconds < 30
+    assert costs.dropped == 0
     assert set(costs.sources.values()) == {"measured in run"}
     measured = [sorted(lengths(group)) for group in range(200)]
     assert {len(group) for group in measured} == {of.algorithm.group_size}
@@ -56,6 +59,23 @@ async def test_costs_of_a_run_that_waits_for_training(tmp_path: Path) -> None:
     found = forecast(setup_of(of), costs, lengths)
     assert found.busiest == "training"
     assert found.step_seconds == pytest.approx(1.25, rel=0.1)
+
+
+async def test_groups_that_are_dropped_are_measured(tmp_path: Path) -> None:
+    failing = {
+        "reward__functions": [{"name": "tests.orchestration.rewards.faulty:one_in_ten"}],
+        "reward__retries": 0,
+        "reward__max_error_share": 1.0,
+        "algorithm__group_size": 2,
+    }
+    of = recipe(MOCK, **{**SLOW, "train__steps": 12}, **failing)
+    events = await executed(of, tmp_path / "run")
+    costs, lengths = measured_costs(events, tmp_path / "run")
+    ledger = [event.data for event in events if event.kind == "ledger"][-1]
+    assert ledger["filtered"] > 0
+    assert costs.dropped == pytest.approx(ledger["filtered"] / (ledger["filtered"] + ledger["trained"]), abs=0.1)
+    kept = forecast(setup_of(of), replace(costs, dropped=0.0), lengths)
+    assert forecast(setup_of(of), costs, lengths).tokens_per_second < kept.tokens_per_second
 
 
 def test_what_is_lacking_is_named(tmp_path: Path) -> None:
