@@ -69,7 +69,7 @@ class ClusterSoak:
     server: EmbeddedIndex
     random: random.Random
     most: int
-    gap: float = 3.0
+    gap: float
     deadline: float = 1200.0  # s, for a run
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
     again: int = 0  # how often a response was continued from tokens that it had been continued from before
@@ -260,6 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--most", type=int, default=20, help="kills in one run")
+    parser.add_argument("--gap", type=float, default=3.0, metavar="SECONDS", help="between kills, on average")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time; it is printed")
     options = parser.parse_args(arguments)
     seed = random.randrange(2**32) if options.seed is None else options.seed
@@ -268,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="adk-"))
     with three_machines(folder) as made:
-        soak = ClusterSoak(folder, *made, random.Random(seed), options.most)
+        soak = ClusterSoak(folder, *made, random.Random(seed), options.most, options.gap)
         runs = exact = 0
         try:
             undisturbed = soak.run_once(0, exact=True, kills=0)

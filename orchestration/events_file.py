@@ -16,7 +16,8 @@ METRICS = "metrics.jsonl"  # in the run's folder
 
 class MetricsFile:
     """Writes each event as one JSON line, at once; numbers that are not finite become null. An existing file is continued
-    after its last whole line. ``last``: the id of the event in that line ("0": no event)."""
+    after its last whole line; ``last`` is the id of the event in it ("0": no event). An event that the run was rewound
+    removes the events of what is made again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,6 +54,8 @@ class MetricsFile:
         return evaluated
 
     def event(self, event: Event) -> None:
+        if event.kind == "worker" and event.data["change"] == "rewound" and "version" in event.data:
+            self.rewind(event.data["version"])
         self._file.write(event_json(event).encode() + b"\n")
         self.last = event.id
 

@@ -311,12 +311,13 @@ class CriticSection(Section):
     dp: Count = key(1, "Data-parallel ranks, as `train.dp`; default 1, whatever that is.")
     tp: Count = key(1, "Tensor-parallel ranks, as `train.tp`; default 1, whatever that is.")
     cp: Count = key(1, "Context-parallel ranks, as `train.cp`, by `train.context_parallel`; default 1.")
+    pp: Count = key(1, "Pipeline stages, as `train.pp`; default 1, whatever that is.")
     threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
 
     @property
     def ranks(self) -> int:
         """Processes that train the critic together."""
-        return self.dp * self.cp * self.tp
+        return self.dp * self.cp * self.tp * self.pp
 
 
 def _teacher_url(value: object) -> object:

@@ -93,8 +93,6 @@ class Runner:
         """Append the run's events to its file, after those of earlier runners, and report changes of its state."""
         with MetricsFile(run.out_dir / METRICS) as file:
             async for event in run.events(file.last):
-                if event.kind == "worker" and event.data["change"] == "rewound" and "version" in event.data:
-                    file.rewind(event.data["version"])
                 file.event(event)
                 if event.kind == "state":
                     await self.registry.touch()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from orchestration.recipe.checks.code import option_problems
 from orchestration.recipe.checks.registry import check
-from orchestration.recipe.flow import flow_of, reward_reads, stages_of
+from orchestration.recipe.flow import algorithm_of, flow_of, reward_reads, stages_of
 from orchestration.recipe.problems import Problem, split_fix
 from orchestration.recipe.schema import Recipe
 from stages.flow.declarations import FlowError
@@ -45,7 +45,15 @@ def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("evaluate.every", recipe.evaluate.every, wrong, fix)
     mini_batches, groups = recipe.algorithm.options.get("mini_batches", 1), recipe.train.groups_per_step
     dp, key = max((recipe.train.dp, "train.dp"), (recipe.critic.dp if recipe.trains_critic else 1, "critic.dp"))
-    if mini_batches * dp > groups:
-        wrong = f"are more than the {groups} groups of a step have for {key} = {dp}"
-        fix = f"use at most {max(1, groups // dp)}, or more train.groups_per_step"
-        yield Problem("algorithm.options.mini_batches", mini_batches, wrong, fix)
+    if mini_batches * dp <= groups:
+        return
+    if mini_batches > 1:  # a rank may get a single group
+        wrong, fix = (
+            f"times {key} = {dp} is more than the {groups} groups of a step",
+            f"use at most {max(1, groups // dp)}",
+        )
+        more = f", or set train.groups_per_step = {mini_batches * dp} or more"
+        yield Problem("algorithm.options.mini_batches", mini_batches, wrong, fix + more)
+    elif algorithm_of(recipe).unit == "group":
+        wrong = f"is more than the {groups} groups of a step, which this algorithm's loss takes whole"
+        yield Problem(key, dp, wrong, f"use at most {groups}, or set train.groups_per_step = {dp} or more")

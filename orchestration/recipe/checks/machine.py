@@ -127,12 +127,14 @@ def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
         fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/critic/model of a run"
         yield from _same_family(recipe, "critic.source", recipe.critic.source, fix)
     source = recipe.critic.source or recipe.model.source
-    if recipe.critic.tp > 1 and recipe.trains_critic and model_files.text_config(source):
+    wanted = [name for name in ("tp", "pp") if getattr(recipe.critic, name) > 1]
+    if wanted and recipe.trains_critic and model_files.text_config(source):
         from stages.engines.torch.model_check import refusal
 
-        if reason := refusal(model_files.folder_of(source), "train", tp=True):
-            fix = "set critic.tp = 1 (critic.dp shards any model that one rank trains)"
-            yield problem(recipe, "critic.tp", f"is not available for the model in {source} ({reason})", fix)
+        for name in wanted:
+            if reason := refusal(model_files.folder_of(source), "train", **{name: True}):
+                fix = f"set critic.{name} = 1 (critic.dp shards any model that one rank trains)"
+                yield problem(recipe, f"critic.{name}", f"is not available for the model in {source} ({reason})", fix)
 
 
 def _same_family(recipe: Recipe, key: str, source: str, fix: str) -> Iterator[Problem]:

@@ -407,10 +407,10 @@ def experts_divide(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "train.ep", wrong, f"use one of: {', '.join(fits)}")
 
 
-@check("train.pp", "train.vpp", "train.pipeline", "model.source", "model.lora")
+@check("train.pp", "train.vpp", "train.pipeline", "critic.pp", "model.source", "model.lora")
 def layers_divide(recipe: Recipe) -> Iterator[Problem]:
     """Checks that each part of a pipeline stage gets a layer, and that the order of passes is possible."""
-    train, layers = recipe.train, config_of(recipe.model.source).get("num_hidden_layers")
+    train = recipe.train
     if train.pipeline == "zbv" and (train.pp == 1 or train.vpp != 2):
         wrong = f"needs stages of two parts each, and train.pp = {train.pp}, train.vpp = {train.vpp}"
         yield problem(recipe, "train.pipeline", wrong, "set train.pp = 2 or more and train.vpp = 2, or 'auto'")
@@ -420,11 +420,15 @@ def layers_divide(recipe: Recipe) -> Iterator[Problem]:
     if train.vpp > 1 and train.pp == 1:
         wrong = "divides the layers of pipeline stages, and train.pp = 1 makes none"
         yield problem(recipe, "train.vpp", wrong, "set train.vpp = 1, or train.pp = 2")
-    elif isinstance(layers, int) and train.pp * train.vpp > layers:
-        key, fits = ("train.pp", layers) if train.vpp == 1 or train.pp > layers else ("train.vpp", layers // train.pp)
-        parts = f" of {train.vpp} parts each" if train.vpp > 1 else ""
-        wrong = f"makes {train.pp} stages{parts}, more than the model's {layers} layers"
-        yield problem(recipe, key, wrong, f"use a value <= {fits}")
+        return
+    for side, of in _rank_groups(recipe):
+        layers = config_of(getattr(of, "source", None) or recipe.model.source).get("num_hidden_layers")
+        vpp = getattr(of, "vpp", 1)
+        if isinstance(layers, int) and of.pp * vpp > layers:
+            key, fits = ("pp", layers) if vpp == 1 or of.pp > layers else ("vpp", layers // of.pp)
+            parts = f" of {vpp} parts each" if vpp > 1 else ""
+            wrong = f"makes {of.pp} stages{parts}, more than the model's {layers} layers"
+            yield problem(recipe, f"{side}.{key}", wrong, f"use a value <= {fits}")
 
 
 @machine_check("train.dp", "train.cp", "train.tp", "train.pp", "train.device", "critic", "launch.launcher")

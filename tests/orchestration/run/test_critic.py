@@ -76,11 +76,13 @@ async def test_either_may_be_killed_and_both_have_the_weights_of_the_plain_loop(
     assert torch.equal(head["value_head.weight"], critic["model value_head.weight"])
 
 
-async def test_a_critic_on_ranks_is_that_of_the_plain_loop_but_for_the_order_of_sums(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["dp", "pp"])
+async def test_a_critic_on_ranks_is_that_of_the_plain_loop_but_for_the_order_of_sums(
+    strategy: str, tmp_path: Path
+) -> None:
     """Also when the rank without orders of its own is killed after a checkpoint: all ranks replay."""
-    of = recipe(
-        TINY, **OWN, train__steps=6, launch__launcher="process", critic__dp=2, train__threads=1, checkpoint__every=3
-    )
+    ranks = {f"critic__{strategy}": 2, "train__threads": 1, "launch__launcher": "process"}
+    of = recipe(TINY, **OWN, **ranks, train__steps=6, checkpoint__every=3)
     assert [worker for worker in workers_of(of) if worker[0] == "critic"] == [("critic", 0), ("critic", 1)]
     names, plain, learned = ("explained_variance", "value_loss"), [], {}
     async for made in synchronous_run(of):
@@ -149,6 +151,10 @@ def test_the_flow_has_the_critic_and_it_lives_with_the_trainer() -> None:
             r"critic.learning_rate = 0.001: is read by no worker",
         ),
         ({**OWN, "critic__tp": 3, "launch__launcher": "process"}, r"critic.tp = 3: cannot share the model's num_"),
+        (
+            {**OWN, "critic__pp": 99, "launch__launcher": "process"},
+            r"critic.pp = 99: makes 99 stages, more than the model",
+        ),
         ({**OWN, "critic__dp": 2, "launch__launcher": "inline"}, r"critic.dp = 2 times critic.tp = 1 is 2 ranks"),
         ({**OWN, "launch__placement": "colocated"}, "ppo trains a critic of its own, which does not leave it"),
         ({**OWN, "critic__source": "nowhere"}, r'critic.source = "nowhere": is neither a known model nor a directory'),

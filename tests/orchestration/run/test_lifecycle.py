@@ -223,6 +223,13 @@ def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
     assert [found.data["step"] for found in kept if found.kind == "step"] == [0, 1, 2, 3]
     assert [found.data["version"] for found in kept if found.kind == "sync"] == [1, 2, 3]
     assert [found.kind for found in kept].count("state") == 1
+    rewound = {"stage": "runner", "worker": "runner-0", "change": "rewound", "version": 2}
+    with MetricsFile(tmp_path / METRICS) as file:
+        file.event(event("worker", 14, **rewound))
+        file.event(event("step", 15, step=2, version=3))
+    kept = list(read_metrics(tmp_path / METRICS))
+    assert [found.data["step"] for found in kept if found.kind == "step"] == [0, 1, 2]
+    assert [found.id for found in kept if found.kind == "step"][-1] == "15-0"
 
 
 def test_samples_of_steps_that_are_made_again_stand_once(tmp_path: Path) -> None:

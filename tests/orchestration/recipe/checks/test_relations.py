@@ -155,3 +155,26 @@ def test_long_rows_are_divided_over_context_parallel_ranks(minimal: Path, monkey
     fits = load_recipe(minimal, [*longer, "train.cp=4"])
     assert fits.train.ranks == 4
     assert "train.cp = 3" in str(problems(minimal, *longer, "train.cp=3")[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "fix"),
+    [
+        (("train.dp=2", "algorithm.options.mini_batches=3"), "algorithm.options.mini_batches", "use at most 2, or set"),
+        (("train.dp=5", "algorithm.name=dpo"), "train.dp", "use at most 4, or set train.groups_per_step = 5 or more"),
+    ],
+)
+def test_each_rank_needs_a_part_of_each_mini_batch(
+    minimal: Path, overrides: tuple[str, ...], key: str, fix: str
+) -> None:
+    found = problems(minimal, "train.groups_per_step=4", "launch.launcher=process", *overrides)
+    [blamed] = [problem for problem in found if "the 4 groups of a step" in problem.wrong]
+    assert blamed.key == key
+    assert blamed.fix.startswith(fix)
+
+
+def test_ranks_may_share_a_group(minimal: Path) -> None:
+    found = problems(
+        minimal, "train.groups_per_step=4", "train.dp=5", "train.steps=0"
+    )  # the steps are always a problem
+    assert not [problem for problem in found if "groups" in problem.wrong]
