@@ -130,7 +130,9 @@ def products(model: Model, world: int, node: int, rows: int) -> Iterator[dict[st
             shared = (among if among > 1 else copies) * tp
             if dp % copies or shared % ep or model.sizes.layers % (pp * vpp) or (experts and experts % ep):
                 continue
-            yield {"dp": dp, "dp_replicate": copies, "tp": tp, "cp": cp, "ep": ep, "pp": pp, "vpp": vpp}
+            for kind in ("auto", "zbv") if vpp == 2 else ("auto",):
+                sizes = {"dp": dp, "dp_replicate": copies, "tp": tp, "cp": cp, "ep": ep, "pp": pp, "vpp": vpp}
+                yield {**sizes, "pipeline": kind}
 
 
 def judged(
@@ -149,9 +151,9 @@ def judged(
     again = 4 / 3 if train.activation_checkpointing else 1
     compute = again * tokens * (6 * model.active + attention) / ranks.world / machine.flops
     passes = -(-rows * length // (train.token_budget * ranks.cp) // ranks.dp)
-    bubble = (ranks.pp - 1) / (passes * ranks.vpp)
+    bubble = (ranks.pp - 1) / (passes * (6 if ranks.pipeline == "zbv" else ranks.vpp))
     return {
-        "product": {k: v for k, v in chosen.items() if v > 1},
+        "product": {k: v for k, v in chosen.items() if v not in (1, "auto")},
         "activation_checkpointing": train.activation_checkpointing,
         "token_budget": train.token_budget,
         "passes": passes,
