@@ -9,6 +9,7 @@ is taken as it is, and the others avoid it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,6 +64,21 @@ def wanted_devices(recipe: Recipe, worker: Worker, kinds: Iterable[str]) -> tupl
     several = section.vllm.tensor_parallel if worker[0] == "rollout" and section.engine == "vllm" else 1
     device = getattr(getattr(recipe, worker[0], None), "device", None) or section.device  # its own section's
     return device if device != "auto" else next(iter(kinds), "cpu"), several
+
+
+def cores_here() -> int:
+    """Returns the CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of(recipe: Recipe, asked: int) -> int:
+    """Returns the CPU threads of one engine: ``asked``, or where that is 0 its share of the cores. Generation and training
+    run at the same time when the run is asynchronous, and in turn when it is not."""
+    training = recipe.train.ranks + (recipe.critic.ranks if recipe.trains_critic else 0)
+    in_turn = recipe.colocated or recipe.staleness_plan.slack == 0
+    rollouts = recipe.rollout.workers if recipe.runs_stage("rollout") else 0
+    together = training if in_turn else training + rollouts
+    return asked or max(1, cores_here() // together)
 
 
 class DevicePool:

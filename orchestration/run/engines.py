@@ -6,7 +6,6 @@ their factories (:mod:`stages.engines.registry`).
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from orchestration.guard.rules import PROBE
+from orchestration.recipe.devices import threads_of
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
 from orchestration.recipe.planner import longest_row, longrope_change
@@ -59,17 +59,6 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     if recipe.prompts.chat_template:
         tokenizer.chat_template = read_chat_template(recipe.prompts.chat_template)
     return tokenizer
-
-
-def threads_of(recipe: Recipe, asked: int) -> int:
-    """Returns the CPU threads of one engine: ``asked``, or where that is 0 its share of the cores. Generation and training
-    run at the same time when the run is asynchronous, and in turn when it is not."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    training = recipe.train.ranks + (recipe.critic.ranks if recipe.trains_critic else 0)
-    in_turn = recipe.colocated or recipe.staleness_plan.slack == 0
-    rollouts = recipe.rollout.workers if recipe.runs_stage("rollout") else 0
-    together = training if in_turn else training + rollouts
-    return asked or max(1, cores // together)
 
 
 def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:

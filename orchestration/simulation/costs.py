@@ -29,7 +29,9 @@ class Costs:
     optimizer step takes ``step_seconds`` and ``token_seconds`` for each token: responses, and the prompt of each group once.
     ``between_steps``: claim, commit and publishing, in which nothing is trained. ``swap_seconds`` of a swap nothing decodes,
     ``copy_seconds`` are beside decoding. ``restart_seconds``: until a replica that has failed decodes again. ``dropped``:
-    share of the groups that leave untrained, as their rewards are equal or a reward failed. ``sources``: for each field,
+    share of the groups that leave untrained, as their rewards are equal or a reward failed. ``cores``: of the one machine
+    on which replicas and trainer compute, 0: they compute on accelerators, or each on a machine of its own;
+    ``other_threads`` compute there besides, on average. ``sources``: for each field,
     where its value comes from."""
 
     row_rate: float
@@ -46,6 +48,8 @@ class Costs:
     between_steps: float = 0.0
     restart_seconds: float = 30.0
     dropped: float = 0.0
+    cores: int = 0
+    other_threads: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def rate(self, rows: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from orchestration.recipe.devices import threads_of
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs, LengthsOf
 from orchestration.simulation.simulator import Setup, Simulator, Step
@@ -42,6 +43,8 @@ def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
     plan, size, replicas = recipe.staleness_plan, recipe.algorithm.group_size, recipe.replicas
     alone = replicas == 1 and not recipe.launch.autoscale.max
     overlap = recipe.pipeline.staleness > 0
+    critics = recipe.critic.ranks if recipe.trains_critic else 0
+    trainer_threads = recipe.train.ranks * threads_of(recipe, recipe.train.threads)
     return Setup(
         plan,
         group_size=size,
@@ -56,6 +59,8 @@ def setup_of(recipe: Recipe, *, steps: int = 0) -> Setup:
         colocated=recipe.colocated,
         references=1 if recipe.needs_reference else 0,
         paced=recipe.is_paced,
+        replica_threads=threads_of(recipe, recipe.rollout.threads),
+        trainer_threads=trainer_threads + critics * threads_of(recipe, recipe.critic.threads),
         seed=recipe.seed,
     )
 

@@ -5,7 +5,8 @@
     starts ──▶ seconds until a replica decodes again                ledgers ──▶ share of groups dropped
 
 The rate of generation is fitted: where the trainer has waited for samples, the simulated run is as fast with it as the
-measured one; elsewhere its rollout workers are busy for the same share of the time.
+measured one; elsewhere its rollout workers are busy for the same share of the time. Where engines share the cores of this
+machine, training is fitted too: its simulated steps take as long as the measured ones.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from statistics import fmean, median
 from typing import Any
 
 from orchestration.events_file import METRICS, read_metrics
+from orchestration.recipe.devices import SIDES, cores_here, on_this_node, threads_of, wanted_devices
 from orchestration.recipe.schema import Recipe
+from orchestration.run.kinds import remote_workers, workers_of
 from orchestration.run.paths import RECIPE
 from orchestration.simulation.costs import ASSUMED, Costs, DrawnLengths
 from orchestration.simulation.forecast import forecast, margin_of, setup_of
@@ -32,6 +35,7 @@ WAITED = 0.05  # share of the time that the trainer has waited for samples: from
 LEAST_BUSY = 0.02  # share of the time that rollout workers are busy, or idle, below which it says nothing of their rate
 FITTED_SAMPLES = 200_000  # that are simulated for a fit, about
 WITHIN, HALVINGS = 8.0, 12  # the rate of generation is looked for within this factor, by so many halvings
+ROUNDS = 3  # fits of generation, then training, where they share cores
 
 
 class NotMeasured(ValueError):
@@ -71,8 +75,8 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
                 starts.append(event.time - begun.pop(event.data["worker"]))
     if len(steps) < FEWEST_STEPS:
         raise NotMeasured(f"{folder}: {len(steps)} optimizer steps are too few to measure; let it make {FEWEST_STEPS}")
-    fed = [step.data["rows"] * step.data["response_length_mean"] for step in steps[1:]]
-    by_token, by_step = _line(fed, [step.data["train_seconds"] for step in steps[1:]])
+    settled = _settled(steps)
+    by_token, by_step = _line([_tokens(step) for step in settled], [step.data["train_seconds"] for step in settled])
     row_rate, rows, busy = _decoding(events["stage"], recipe.rollout.max_rows)
     swaps = [swap for swap in events["sync"] if swap["worker"].startswith("rollout-") and swap.get("exposed_seconds")]
     reference = [one for one in events["stage"] if one["stage"] == "reference" and one["tokens"] and one.get("busy")]
@@ -88,6 +92,8 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
         reference_token_seconds=reference[-1]["busy"] / reference[-1]["tokens"] if reference else 0.0,
         between_steps=between,
         dropped=_dropped(events["ledger"]),
+        cores=_cores(recipe),
+        other_threads=_other_threads(events["stage"], threads_of(recipe, recipe.train.threads)),
         sources=dict.fromkeys(Costs.__dataclass_fields__, f"measured in {folder.name}"),
     )
     if starts:
@@ -98,6 +104,41 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
     found = found or [[round(step.data["response_length_mean"])] for step in steps]
     lengths = DrawnLengths(recipe.algorithm.group_size, recipe.rollout.max_tokens, measured=found, seed=recipe.seed)
     return _fitted(costs, lengths, recipe, steps, None if waited > WAITED else busy), lengths
+
+
+def _tokens(step: Event) -> float:
+    return float(step.data["rows"] * step.data["response_length_mean"])
+
+
+def _settled(steps: list[Event]) -> list[Event]:
+    """Without those in which the pipeline fills and drains; the first one left has one before it."""
+    margin = margin_of(len(steps))
+    return steps[max(1, margin) : len(steps) - margin + 1]
+
+
+def _cores(recipe: Recipe) -> int:
+    """CPU cores of this machine, where all engines of ``recipe`` compute on them; 0 elsewhere."""
+    kinds = on_this_node()
+    found = [wanted_devices(recipe, worker, kinds) for worker in workers_of(recipe) if worker[0] in SIDES]
+    alone = recipe.launch.launcher != "ray" and not remote_workers(recipe)
+    return cores_here() if alone and all(one and one[0] == "cpu" for one in found) else 0
+
+
+def _other_threads(stages: list[Mapping[str, Any]], of_engine: int) -> float:
+    """Threads that compute for other stages than generation and training, on average; ``of_engine`` is that of a
+    reference."""
+    first, last = dict[str, Mapping[str, Any]](), dict[str, Mapping[str, Any]]()
+    for now in stages:
+        if now["stage"] not in ("rollout", "update", "critic"):
+            first.setdefault(name := f"{now['stage']} {now['worker']}", now)
+            last[name] = now
+    found = 0.0
+    for name, now in last.items():
+        wall = now["wall"] - first[name]["wall"]
+        if wall > 0:  # less: another process of that name
+            share = (now["busy"] - first[name]["busy"]) / wall
+            found += share * (of_engine if now["stage"] == "reference" else 1)
+    return found
 
 
 def _dropped(ledgers: list[Mapping[str, Any]]) -> float:
@@ -119,24 +160,30 @@ def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:
 
 def _fitted(costs: Costs, lengths: DrawnLengths, recipe: Recipe, steps: list[Event], busy: float | None) -> Costs:
     """``costs`` with the rate of generation with which the simulated run is as the measured one: in the share of time in
-    which rollout workers are ``busy``; None: in tokens/s."""
+    which rollout workers are ``busy``; None: in tokens/s. Where engines share cores, with the time of training that they
+    need alone."""
     if busy is not None and not LEAST_BUSY < busy < 1 - LEAST_BUSY:
         return costs  # any rate would do
     rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     simulated = max(6, min(16, FITTED_SAMPLES // (HALVINGS * rows)))
-    margin, setup = margin_of(len(steps)), setup_of(recipe, steps=simulated)
-    between = steps[max(1, margin) : len(steps) - margin + 1]
-    seconds = between[-1].time - steps[max(1, margin) - 1].time
-    wanted = sum(step.data["rows"] * step.data["response_length_mean"] for step in between) / seconds
-    slow, fast = costs.row_rate / WITHIN, costs.row_rate * WITHIN
-    for _ in range(HALVINGS):
-        middle = (slow * fast) ** 0.5
-        found = forecast(setup, replace(costs, row_rate=middle), lengths)
-        if found.tokens_per_second < wanted if busy is None else found.decoding > busy:
-            slow = middle
-        else:
-            fast = middle
-    return replace(costs, row_rate=(slow * fast) ** 0.5)
+    settled, setup = _settled(steps), setup_of(recipe, steps=simulated)
+    seconds = settled[-1].time - steps[steps.index(settled[0]) - 1].time
+    wanted, trained = sum(map(_tokens, settled)) / seconds, fmean(step.data["train_seconds"] for step in settled)
+    for _ in range(ROUNDS if costs.cores else 1):
+        slow, fast = costs.row_rate / WITHIN, costs.row_rate * WITHIN
+        for _ in range(HALVINGS):
+            middle = (slow * fast) ** 0.5
+            found = forecast(setup, replace(costs, row_rate=middle), lengths)
+            if found.tokens_per_second < wanted if busy is None else found.decoding > busy:
+                slow = middle
+            else:
+                fast = middle
+        costs = replace(costs, row_rate=(slow * fast) ** 0.5)
+        if costs.cores:
+            found = forecast(setup, costs, lengths)
+            longer = trained / (found.training * found.step_seconds)
+            costs = replace(costs, step_seconds=longer * costs.step_seconds, token_seconds=longer * costs.token_seconds)
+    return costs
 
 
 def _line(x: list[float], y: list[float]) -> tuple[float, float]:
@@ -151,10 +198,13 @@ def _line(x: list[float], y: list[float]) -> tuple[float, float]:
 
 
 def _between(trainer: list[tuple[float, ...]]) -> tuple[float, float]:
-    """Seconds a step that the trainer neither trained nor waited for samples, after the first step; and the share of the
-    time that it waited. A share that is small counts as its turn-around: the samples lay ready."""
-    after = [moment for moment in trainer if moment[3] > 0]
-    if not after or after[-1][3] == after[0][3]:
+    """Seconds a step that the trainer neither trained nor waited for samples, from the first step to the last one; and the
+    share of the time that it waited. A share that is small counts as its turn-around: the samples lay ready."""
+    ends = dict[float, tuple[float, ...]]()  # number of steps -> the first report after them
+    for moment in trainer:
+        ends.setdefault(moment[3], moment)
+    after = [ends[steps] for steps in sorted(ends) if steps > 0]
+    if len(after) < 2:
         return 0.0, 0.0
     wall, waited, trained, steps = (last - first for first, last in zip(after[0], after[-1], strict=True))
     turn = wall - trained - (waited if waited / wall > WAITED else 0.0)

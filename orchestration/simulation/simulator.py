@@ -14,14 +14,13 @@ simulated run of 100,000 samples takes about a second. Equal arguments give equa
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from random import Random
 
 from orchestration.simulation.costs import Costs, LengthsOf
+from orchestration.simulation.groups import Group, Groups
 from pipeline.pacing import Pacer
 from pipeline.staleness import StalenessPlan
 
@@ -32,8 +31,9 @@ class Setup:
     that it holds. ``first_groups``: groups of a replica's first claim. ``budget``: tokens of one visit of a response, 0:
     all. ``cut``: a swap parks what decodes. ``at_once``: replicas that may swap together, 0: all. ``references``: workers
     that compute reference logprobs, 0: no such stage. ``failures``: of each replica, an hour. ``paced``: the gate admits
-    groups as late as keeps the trainer fed. Warehouses have room for all that the bound lets in: a recipe in which they have
-    not is refused."""
+    groups as late as keeps the trainer fed. ``replica_threads``, ``trainer_threads``: on which a replica and the trainer
+    compute, where they share the cores of one machine. Warehouses have room for all that the bound lets in: a recipe in
+    which they have not is refused."""
 
     plan: StalenessPlan
     group_size: int
@@ -49,6 +49,8 @@ class Setup:
     references: int = 0
     failures: float = 0.0
     paced: bool = False
+    replica_threads: int = 1
+    trainer_threads: int = 1
     seed: int = 0
 
 
@@ -65,19 +67,20 @@ class Step:
     staleness: dict[int, int]
 
 
+_Row = tuple[Group, int, int]  # group, place, tokens that it has
+
+
 @dataclass(eq=False)
-class _Group:
-    number: int
-    lengths: Sequence[int]
-    left: int  # rows that have not ended
-    versions: dict[int, int] = field(default_factory=dict)  # of each row's first token, by place
+class _Batch:
+    """What the trainer trains: ``left`` seconds of it at ``time``, on cores of its own."""
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-
-_Row = tuple[_Group, int, int]  # group, place, tokens that it has
+    groups: list[Group]
+    began: float
+    waited: float
+    staleness: dict[int, int]
+    left: float
+    time: float
+    stamp: int = 0
 
 
 class _Replica:
@@ -135,20 +138,19 @@ class Simulator:
         self.setup, self.costs, self.lengths = setup, costs, lengths
         self.plan = setup.plan
         self.replicas = [_Replica(number) for number in range(setup.replicas)]
-        self._rates = [costs.rate(rows) for rows in range(setup.max_rows + 1)]
+        self._alone = self._rates = [costs.rate(rows) for rows in range(setup.max_rows + 1)]
+        self._share = 1.0  # of their time in which threads compute, where there are more of them than cores
         self.steps: list[Step] = []
         self.now = 0.0
         self._random = Random(setup.seed)
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._scheduled = 0
-        self._version = self._admitted = 0
-        self._ready: deque[_Group] = deque()
+        self._version = 0
+        self._groups = Groups(setup.plan)
+        self._ready: deque[Group] = deque()
         self._parked: deque[_Row] = deque()
-        self._open: list[int] = []  # admitted groups that are neither picked nor dropped, in order
-        self._complete: dict[int, _Group] = {}
-        self._filtered: list[int] = []
-        self._training = False
-        self._reach = inf  # a complete group from here on leaves the next step's groups as incomplete as they are
+        self._training = False  # or what follows it, until the new version is published
+        self._batch: _Batch | None = None
         self._idle_since = 0.0
         self._swapping = 0
         self._turns: deque[_Replica] = deque()
@@ -170,6 +172,8 @@ class Simulator:
                 )
             self.now, _, happen, arguments = heapq.heappop(self._events)
             happen(*arguments)
+            if self.costs.cores:
+                self._share_cores()
         return self.steps
 
     def _at(self, time: float, happen: Callable[..., None], *arguments: object) -> None:
@@ -178,54 +182,28 @@ class Simulator:
 
     # --- the gate and claims ----------------------------------------------------------------------------------------
 
-    def _limit(self, version: int) -> int:
-        """The number below which an engine of ``version`` may make groups, and below which the gate admits at it."""
-        base = limit = (version + self.plan.slack + 1) * self.plan.groups_per_step + len(self._filtered)
-        while (fewer := base - len(self._filtered) + bisect_left(self._filtered, limit)) != limit:
-            limit = fewer
-        return limit
-
     def _admit(self) -> None:
         setup, size = self.setup, self.setup.group_size
-        limit = min(self._limit(self._version), setup.steps * self.plan.groups_per_step + len(self._filtered))
+        groups, last = self._groups, setup.steps * self.plan.groups_per_step + self._groups.dropped
+        limit = min(groups.limit(self._version), last)
         if self._pacer is not None:
-            self._see()
-            limit = min(limit, self._pacer.limit(self.now) + len(self._filtered))
-        for number in range(self._admitted, limit):
-            self._ready.append(_Group(number, self.lengths(number), size))
-            self._open.append(number)
-        self._admitted = max(self._admitted, limit)
+            self._pacer.see(self.now, self._version, groups.admitted - groups.dropped, groups.left)
+            limit = min(limit, self._pacer.limit(self.now) + groups.dropped)
+        self._ready.extend(Group(number, self.lengths(number), size) for number in groups.admit(limit))
         if self._ready or self._parked:
             for replica in self.replicas:
                 self._claim(replica)
-
-    def _see(self) -> None:
-        assert self._pacer is not None
-        entered = self._admitted - len(self._filtered)
-        self._pacer.see(self.now, self._version, entered, entered - len(self._open) + self._pickable())
 
     def _look(self) -> None:
         """As the gate does."""
         assert self._pacer is not None
         self._admit()
-        if self._events or self._pacer.limit(self.now) < self._limit(self._version):
+        if self._events or self._pacer.limit(self.now) < self._groups.limit(self._version):
             self._at(self.now + self._pacer.look(), self._look)
-
-    def _pickable(self) -> int:
-        """How many complete groups steps could pick now."""
-        found, anchor = 0, None
-        for number in self._open:
-            if anchor is not None and number >= anchor + self.plan.window:
-                break
-            if number in self._complete:
-                found += 1
-            elif anchor is None:
-                anchor = number
-        return found
 
     def _claim(self, replica: _Replica) -> None:
         """Parked rows first, then groups, as many as there is room for."""
-        setup, limit = self.setup, self._limit(replica.version)
+        setup, limit = self.setup, self._groups.limit(replica.version)
         if replica.gone:
             return
         joined = False
@@ -285,7 +263,7 @@ class Simulator:
 
     # --- between rollout and update ----------------------------------------------------------------------------------
 
-    def _ended(self, group: _Group) -> None:
+    def _ended(self, group: Group) -> None:
         if self._references:
             first = min(range(len(self._references)), key=self._references.__getitem__)
             seconds = (group.tokens + self.costs.prompt_tokens) * self.costs.reference_token_seconds
@@ -294,55 +272,41 @@ class Simulator:
         else:
             self._scored(group)
 
-    def _scored(self, group: _Group) -> None:
+    def _scored(self, group: Group) -> None:
         if self.costs.dropped and self._random.random() < self.costs.dropped:
-            self._open.remove(group.number)
-            insort(self._filtered, group.number)
+            self._groups.drop(group)
             self._admit()
             self._train()
-            return
-        self._complete[group.number] = group
-        if group.number < self._reach:
+        elif self._groups.complete(group):
             self._train()
 
     # --- training ------------------------------------------------------------------------------------------------------
 
-    def _pick(self) -> list[int]:
-        """The groups of the next step: P complete ones in order, past an incomplete one only within the window."""
-        picked, anchor, wanted, self._reach = list[int](), None, self.plan.groups_per_step, inf
-        if len(self._complete) < wanted:
-            return []
-        for number in self._open:
-            if anchor is not None and number >= anchor + self.plan.window:
-                self._reach = anchor + self.plan.window
-                return []
-            if number in self._complete:
-                picked.append(number)
-                if len(picked) == wanted:
-                    return picked
-            elif anchor is None:
-                anchor = number
-        return []
-
     def _train(self) -> None:
-        if self._training or not (picked := self._pick()):
+        if self._training or not (groups := self._groups.pick()):
             return
-        groups, costs = [self._complete.pop(number) for number in picked], self.costs
-        gone = set(picked)
-        self._open = [number for number in self._open if number not in gone]
-        tokens, stale = sum(group.tokens for group in groups), dict[int, int]()
+        stale = dict[int, int]()
         for group in groups:
             for version in group.versions.values():
                 stale[self._version - version] = stale.get(self._version - version, 0) + 1
-        seconds = costs.step_seconds + costs.token_seconds * (tokens + costs.prompt_tokens * len(groups))
-        self._training, waited = True, self.now - self._idle_since
+        tokens = sum(group.tokens for group in groups) + self.costs.prompt_tokens * len(groups)
+        seconds = self.costs.step_seconds + self.costs.token_seconds * tokens
+        self._training = True
+        self._batch = _Batch(groups, self.now, self.now - self._idle_since, stale, seconds, self.now)
         if self.setup.colocated:
             self._stop_all(True)
-        rows = len(groups) * self.setup.group_size
-        self._at(self.now + seconds, self._trained, Step(self.now + seconds, seconds, waited, tokens, rows, stale))
+        self._arm_trainer(self._batch)
 
-    def _trained(self, step: Step) -> None:
-        self.steps.append(step)
+    def _arm_trainer(self, batch: _Batch) -> None:
+        batch.stamp += 1
+        self._at(self.now + batch.left / self._share, self._trained, batch, batch.stamp)
+
+    def _trained(self, batch: _Batch, stamp: int) -> None:
+        if stamp != batch.stamp:
+            return
+        self._batch, tokens = None, sum(group.tokens for group in batch.groups)
+        rows = len(batch.groups) * self.setup.group_size
+        self.steps.append(Step(self.now, self.now - batch.began, batch.waited, tokens, rows, batch.staleness))
         self._at(self.now + self.costs.between_steps, self._published)
 
     def _published(self) -> None:
@@ -363,6 +327,25 @@ class Simulator:
         replica.advance(self.now, self._rates)
         replica.stopped = stopped
         self._arm(replica)
+
+    def _share_cores(self) -> None:
+        """Threads that compute at the same time take turns on the machine's cores: all of them slow down alike."""
+        setup, batch = self.setup, self._batch
+        threads = self.costs.other_threads + (setup.trainer_threads if batch else 0)
+        threads += setup.replica_threads * sum(bool(one.decoding) and not one.stopped for one in self.replicas)
+        share = min(1.0, self.costs.cores / threads) if threads else 1.0
+        if share == self._share:
+            return
+        for replica in self.replicas:
+            replica.advance(self.now, self._rates)
+        if batch:
+            batch.left -= (self.now - batch.time) * self._share
+            batch.time = self.now
+        self._share, self._rates = share, [rate * share for rate in self._alone]
+        for replica in self.replicas:
+            self._arm(replica)
+        if batch:
+            self._arm_trainer(batch)
 
     # --- swaps and failures ----------------------------------------------------------------------------------------------
 

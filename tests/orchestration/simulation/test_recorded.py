@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from benchmarks.executed import executed
+from orchestration.recipe.devices import cores_here
 from orchestration.run.run import Run
 from orchestration.simulation.forecast import forecast, setup_of
 from orchestration.simulation.mock_costs import mock_costs
-from orchestration.simulation.recorded import NotMeasured, measured_costs, recorded_costs
+from orchestration.simulation.recorded import NotMeasured, _between, measured_costs, recorded_costs
 from tests.orchestration.runs import MOCK, TINY, recipe
 
 SLOW = {  # steps of half a second, so that the machine's own time weighs little
@@ -76,6 +78,30 @@ async def test_groups_that_are_dropped_are_measured(tmp_path: Path) -> None:
     assert costs.dropped == pytest.approx(ledger["filtered"] / (ledger["filtered"] + ledger["trained"]), abs=0.1)
     kept = forecast(setup_of(of), replace(costs, dropped=0.0), lengths)
     assert forecast(setup_of(of), costs, lengths).tokens_per_second < kept.tokens_per_second
+
+
+async def test_engines_on_one_machine_share_its_cores(tmp_path: Path) -> None:
+    """What training needs alone is found by simulation: its steps take as long there as in the run."""
+    of = recipe(TINY, train__steps=12)
+    events = await executed(of, tmp_path / "run")
+    costs, lengths = measured_costs(events, tmp_path / "run")
+    assert costs.cores == cores_here()
+    assert costs.other_threads > 0, "rewards are computed beside them"
+    steps = [event.data["train_seconds"] for event in events if event.kind == "step"][3:10]
+    busier = forecast(setup_of(of), replace(costs, other_threads=8.0 * costs.cores), lengths)
+    found = forecast(setup_of(of), costs, lengths)
+    assert found.training * found.step_seconds == pytest.approx(fmean(steps), rel=0.2)
+    assert busier.step_seconds > 3 * found.step_seconds
+    cluster = of.model_copy(update={"launch": of.launch.model_copy(update={"launcher": "ray"})})
+    assert measured_costs(events, tmp_path / "run", cluster)[0].cores == 0
+
+
+def test_time_after_the_last_step_is_none_between_steps() -> None:
+    """Reports of the trainer: wall, waited, trained, steps. It saves a checkpoint of 9 s after its third step."""
+    reports = [(1.0, 1.0, 0.0, 0), (3.0, 1.2, 0.9, 1), (5.0, 1.4, 1.8, 2), (7.0, 1.6, 2.7, 3), (16.0, 1.6, 2.7, 3)]
+    between, waited = _between([tuple(report) for report in reports])
+    assert between == pytest.approx(0.9)
+    assert waited == pytest.approx(0.1)
 
 
 def test_what_is_lacking_is_named(tmp_path: Path) -> None:

@@ -93,6 +93,25 @@ def test_equal_lengths_take_the_time_that_follows_from_the_rates() -> None:
         assert found.seconds == pytest.approx(20 * seconds + (0.5 if bound else 0.0))
 
 
+@pytest.mark.parametrize(
+    ("cores", "other", "seconds"),
+    [(0, 0.0, 0.5), (1, 0.0, 1.0), (2, 0.0, 0.5), (2, 1.0, 0.75), (4, 1.0, 0.5)],
+)
+def test_engines_that_share_cores_slow_each_other_down(cores: int, other: float, seconds: float) -> None:
+    """Generation and training need 0.5 s each, and run beside each other, on a thread each."""
+    setup = Setup(StalenessPlan(1, 4), 4, 20, max_rows=16, most_rows=16, first_groups=4)
+    found = forecast(setup, replace(COSTS, cores=cores, other_threads=other), lambda group: [50] * 4)
+    assert found.step_seconds == pytest.approx(seconds)
+    assert found.training == pytest.approx(1.0)
+
+
+def test_a_step_slows_down_for_as_long_as_others_compute() -> None:
+    """One core: 0.1 s of generation takes 0.2 s beside the first 0.1 s of a step of 0.5 s, the rest of which is alone."""
+    setup = Setup(StalenessPlan(1, 4), 4, 20, max_rows=16, most_rows=16, first_groups=4)
+    found = forecast(setup, replace(COSTS, cores=1), lambda group: [10] * 4)
+    assert found.step_seconds == pytest.approx(0.6)
+
+
 def test_more_rows_than_saturate_share_the_rate() -> None:
     setup = Setup(StalenessPlan(0, 8), 4, 4, max_rows=32, most_rows=32, first_groups=8)
     found = forecast(setup, COSTS, lambda group: [50] * 4)
