@@ -15,8 +15,8 @@ Splits: so many devices are split between rollout replicas and a trainer, each w
 on several devices: a token takes it the part of the time that one of so many ranks needs for its share. The split with the
 most predicted tokens/s is the planner's choice; its measured tokens/s over those of the split measured best is its share.
 
-Real grid: a model with torch engines; costs are measured in one run (`asyncdock plan profile`), and the other
-recipes are predicted from it.
+Real grid: a model with torch engines; costs are measured in one run and with its rollout engine alone (`asyncdock plan
+profile`), and the other recipes are predicted from them.
 
 Error: predicted over measured throughput, less 1; steps at either end of a run are left out, of both alike.
 """
@@ -42,6 +42,7 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.load import compare_recipe
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs, DrawnLengths
+from orchestration.simulation.engine_profile import profile_engine
 from orchestration.simulation.forecast import Forecast, forecast, margin_of, setup_of
 from orchestration.simulation.mock_costs import mock_costs, mock_lengths
 from orchestration.simulation.recorded import measured_costs
@@ -149,7 +150,8 @@ def share_of_best(rows: Sequence[Row]) -> str:
 
 
 def real_grid(model: str, steps: int) -> Iterator[Case]:
-    """The run that is measured, and 11 others: bounds and groups a step; another worker; a token budget."""
+    """The run that is measured, and 13 others: bounds and groups a step; another worker; a token budget; smaller groups;
+    another thread."""
     plain = replace(REAL[model], steps=steps)
     first = plain.recipe(1, rolling=True)
     yield Case(MEASURED, first)
@@ -158,6 +160,9 @@ def real_grid(model: str, steps: int) -> Iterator[Case]:
         yield Case(f"eta {bound}, {groups} groups a step", _with(first, *keys))
     yield Case("eta 1, 2 workers", _with(first, "rollout.workers=2"))
     yield Case("eta 1, budget", _with(first, f"rollout.budget={plain.longest // 2}"))
+    smaller = f"algorithm.group_size={plain.group_size // 2}", f"train.groups_per_step={2 * plain.groups}"
+    yield Case(f"eta 1, groups of {plain.group_size // 2} responses", _with(first, *smaller))
+    yield Case("eta 1, 2 threads", _with(first, "rollout.threads=2"))
 
 
 def _with(recipe: Recipe, *changes: str) -> Recipe:
@@ -209,12 +214,15 @@ async def mock_rows(cases: list[Case], home: Path, beside: int, forks: ForkServe
 
 
 async def real_rows(cases: list[Case], home: Path, forks: ForkServer) -> list[Row]:
-    """One run at a time; the first one's costs count for all."""
-    rows, costs = list[Row](), None
+    """One run at a time; the costs of the first one, and of its engine alone, count for all."""
+    rows, folder = list[Row](), home / "first"
     for number, case in enumerate(cases):
-        events = await executed(case.recipe, home / str(number), forks=forks)
-        costs = costs or measured_costs(events, home / str(number))
-        rows.append(shown(compared(case, events, forecast(setup_of(case.recipe), *costs))))
+        events = await executed(case.recipe, home / str(number) if number else folder, forks=forks)
+        if not number:
+            (await asyncio.to_thread(profile_engine, case.recipe)).write(folder)
+            costs, lengths = measured_costs(events, folder)
+        of_case = lengths.of_groups(case.recipe.algorithm.group_size)
+        rows.append(shown(compared(case, events, forecast(setup_of(case.recipe), costs, of_case))))
     return rows
 
 

@@ -123,6 +123,9 @@ class StepEvent(EventData, kind="step"):
     tokens_filtered: Annotated[int, Doc("Since the run's beginning.")]
     seconds: Seconds = None
     train_seconds: Seconds = None
+    train_cpu_share: Annotated[
+        Number, Doc("Part of its time in which the thread that trains had a core: below 1 it waited for one, or a device.")
+    ] = None
     predicted_seconds: Annotated[Number, Doc("Seconds that a simulation with the costs of earlier steps says.")] = None
     predicted_staleness: Annotated[Number, Doc("Mean staleness that it says, in versions.")] = None
     skipped: Annotated[str, Doc("Why no step was taken: its loss or gradient was not finite. The weights stay.")] = ""

@@ -120,14 +120,20 @@ def plan_profile(
     set_: SetOption = None,
     plain: PlainOption = False,
 ) -> None:
-    """Measure the costs of RECIPE on this machine: execute a few optimizer steps of it in DIR."""
+    """Measure the costs of RECIPE on this machine: execute a few optimizer steps of it in DIR, then its rollout engine
+    alone."""
     path, here = find(recipe).resolve(), Path.cwd()
     short = [f"train.steps={PROFILE_STEPS}", f"checkpoint.every={PROFILE_STEPS}", "evaluate.every=0"]
     with original_folder(path.parent), fork_server() as forks:
         loaded = load(path, [*short, *(set_ or [])], here / out)
         from orchestration.run.run import Run
 
-        raise typer.Exit(create_and_show(lambda: Run.create(loaded, here / out), forks, json=False, plain=plain))
+        code = create_and_show(lambda: Run.create(loaded, here / out), forks, json=False, plain=plain)
+        if code == 0 and loaded.runs_stage("rollout") and not loaded.prompts.responses:
+            from orchestration.simulation.engine_profile import profile_engine
+
+            profile_engine(loaded).write(here / out)
+        raise typer.Exit(code)
 
 
 def plan_what_if(

@@ -25,7 +25,9 @@ class Costs:
     """Seconds and rates (tokens/s) of one worker of each stage.
 
     A replica decodes ``row_rate`` tokens/s for each response while at most ``saturation_rows`` decode; more of them share
-    what these had. Each decoding response adds ``row_seconds`` to a token of all (its keys and values are read). An
+    what these had. Each decoding response adds ``row_seconds`` to a token of all (its keys and values are read). Nothing
+    decodes for ``prefill_seconds`` of each prefill and ``prefill_token_seconds`` of each of its tokens (``prefill_rate``:
+    that of one response alone, beside which others decode), and for ``response_seconds`` of each response that ends. An
     optimizer step takes ``step_seconds`` and ``token_seconds`` for each token: responses, and the prompt of each group once.
     ``between_steps``: claim, commit and publishing, in which nothing is trained. ``swap_seconds`` of a swap nothing decodes,
     ``copy_seconds`` are beside decoding. ``restart_seconds``: until a replica that has failed decodes again. ``dropped``:
@@ -40,6 +42,9 @@ class Costs:
     saturation_rows: float = 64.0
     row_seconds: float = 0.0
     prefill_rate: float = 5000.0
+    prefill_seconds: float = 0.0
+    prefill_token_seconds: float = 0.0
+    response_seconds: float = 0.0
     prompt_tokens: float = 0.0
     swap_seconds: float = 0.0
     copy_seconds: float = 0.0

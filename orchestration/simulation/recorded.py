@@ -3,10 +3,11 @@
     steps ──▶ seconds a token trained, seconds between steps        rollout workers ──▶ tokens/s of a response
     swaps ──▶ seconds in which nothing decodes, and beside it       samples ──▶ lengths, by group
     starts ──▶ seconds until a replica decodes again                ledgers ──▶ share of groups dropped
+    a profile of the engine alone, where the folder has one ──▶ tokens/s by rows, seconds of a prefill
 
 The rate of generation is fitted: where the trainer has waited for samples, the simulated run is as fast with it as the
 measured one; elsewhere its rollout workers are busy for the same share of the time. Where engines share the cores of this
-machine, training is fitted too: its simulated steps take as long as the measured ones.
+machine, so are the threads of everything else: training waits for a core as long as it did.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from orchestration.events_file import METRICS, read_metrics
-from orchestration.recipe.devices import SIDES, cores_here, on_this_node, threads_of, wanted_devices
+from orchestration.recipe.devices import SIDES, cores_here, on_this_node, wanted_devices
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers, workers_of
 from orchestration.run.paths import RECIPE
 from orchestration.simulation.costs import ASSUMED, Costs, DrawnLengths
+from orchestration.simulation.engine_profile import EngineProfile
 from orchestration.simulation.forecast import forecast, margin_of, setup_of
 from pipeline.events import Event
 from stages.sample_log import FOLDER, read
@@ -35,7 +38,7 @@ WAITED = 0.05  # share of the time that the trainer has waited for samples: from
 LEAST_BUSY = 0.02  # share of the time that rollout workers are busy, or idle, below which it says nothing of their rate
 FITTED_SAMPLES = 200_000  # that are simulated for a fit, about
 WITHIN, HALVINGS = 8.0, 12  # the rate of generation is looked for within this factor, by so many halvings
-ROUNDS = 3  # fits of generation, then training, where they share cores
+ROUNDS = 4  # fits of generation, then of other threads, where they share cores
 
 
 class NotMeasured(ValueError):
@@ -76,7 +79,11 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
     if len(steps) < FEWEST_STEPS:
         raise NotMeasured(f"{folder}: {len(steps)} optimizer steps are too few to measure; let it make {FEWEST_STEPS}")
     settled = _settled(steps)
-    by_token, by_step = _line([_tokens(step) for step in settled], [step.data["train_seconds"] for step in settled])
+    profile = EngineProfile.read(folder)
+    prompted = profile.prompt_tokens / recipe.algorithm.group_size if profile else 0.0  # of each row
+    fed = [_tokens(step) + prompted * step.data["rows"] for step in settled]
+    cores = _cores(recipe)
+    by_token, by_step = _line(fed, [_training(step, alone=cores > 0) for step in settled])
     row_rate, rows, busy = _decoding(events["stage"], recipe.rollout.max_rows)
     swaps = [swap for swap in events["sync"] if swap["worker"].startswith("rollout-") and swap.get("exposed_seconds")]
     reference = [one for one in events["stage"] if one["stage"] == "reference" and one["tokens"] and one.get("busy")]
@@ -92,14 +99,23 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
         reference_token_seconds=reference[-1]["busy"] / reference[-1]["tokens"] if reference else 0.0,
         between_steps=between,
         dropped=_dropped(events["ledger"]),
-        cores=_cores(recipe),
-        other_threads=_other_threads(events["stage"], threads_of(recipe, recipe.train.threads)),
+        cores=cores,
         sources=dict.fromkeys(Costs.__dataclass_fields__, f"measured in {folder.name}"),
     )
     if starts:
         costs = replace(costs, restart_seconds=median(starts))
     else:
         costs = replace(costs, sources={**costs.sources, **ASSUMED})
+    if profile is not None:
+        costs = replace(
+            costs,
+            row_rate=1 / profile.token_seconds,
+            saturation_rows=inf,
+            row_seconds=profile.row_seconds,
+            prefill_seconds=profile.prefill_seconds,
+            prefill_token_seconds=profile.prefill_token_seconds,
+            prompt_tokens=profile.prompt_tokens,
+        )
     found = _lengths(folder / FOLDER, steps[0].data["step"])
     found = found or [[round(step.data["response_length_mean"])] for step in steps]
     lengths = DrawnLengths(recipe.algorithm.group_size, recipe.rollout.max_tokens, measured=found, seed=recipe.seed)
@@ -110,6 +126,11 @@ def _tokens(step: Event) -> float:
     return float(step.data["rows"] * step.data["response_length_mean"])
 
 
+def _training(step: Event, *, alone: bool) -> float:
+    """Seconds; ``alone``: that the step would take if its thread waited for no core."""
+    return float(step.data["train_seconds"] * ((alone and step.data.get("train_cpu_share")) or 1))
+
+
 def _settled(steps: list[Event]) -> list[Event]:
     """Without those in which the pipeline fills and drains; the first one left has one before it."""
     margin = margin_of(len(steps))
@@ -117,28 +138,11 @@ def _settled(steps: list[Event]) -> list[Event]:
 
 
 def _cores(recipe: Recipe) -> int:
-    """CPU cores of this machine, where all engines of ``recipe`` compute on them; 0 elsewhere."""
+    """CPU cores of this machine, where one rank and all replicas of ``recipe`` compute on them; 0 elsewhere."""
     kinds = on_this_node()
     found = [wanted_devices(recipe, worker, kinds) for worker in workers_of(recipe) if worker[0] in SIDES]
-    alone = recipe.launch.launcher != "ray" and not remote_workers(recipe)
+    alone = recipe.launch.launcher != "ray" and not remote_workers(recipe) and recipe.train.ranks == 1
     return cores_here() if alone and all(one and one[0] == "cpu" for one in found) else 0
-
-
-def _other_threads(stages: list[Mapping[str, Any]], of_engine: int) -> float:
-    """Threads that compute for other stages than generation and training, on average; ``of_engine`` is that of a
-    reference."""
-    first, last = dict[str, Mapping[str, Any]](), dict[str, Mapping[str, Any]]()
-    for now in stages:
-        if now["stage"] not in ("rollout", "update", "critic"):
-            first.setdefault(name := f"{now['stage']} {now['worker']}", now)
-            last[name] = now
-    found = 0.0
-    for name, now in last.items():
-        wall = now["wall"] - first[name]["wall"]
-        if wall > 0:  # less: another process of that name
-            share = (now["busy"] - first[name]["busy"]) / wall
-            found += share * (of_engine if now["stage"] == "reference" else 1)
-    return found
 
 
 def _dropped(ledgers: list[Mapping[str, Any]]) -> float:
@@ -160,29 +164,38 @@ def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:
 
 def _fitted(costs: Costs, lengths: DrawnLengths, recipe: Recipe, steps: list[Event], busy: float | None) -> Costs:
     """``costs`` with the rate of generation with which the simulated run is as the measured one: in the share of time in
-    which rollout workers are ``busy``; None: in tokens/s. Where engines share cores, with the time of training that they
-    need alone."""
+    which rollout workers are ``busy``; None: in tokens/s. Where engines share cores, with as many other threads as make its
+    training as slow."""
     if busy is not None and not LEAST_BUSY < busy < 1 - LEAST_BUSY:
         return costs  # any rate would do
     rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     simulated = max(6, min(16, FITTED_SAMPLES // (HALVINGS * rows)))
     settled, setup = _settled(steps), setup_of(recipe, steps=simulated)
     seconds = settled[-1].time - steps[steps.index(settled[0]) - 1].time
-    wanted, trained = sum(map(_tokens, settled)) / seconds, fmean(step.data["train_seconds"] for step in settled)
+    wanted = sum(map(_tokens, settled)) / seconds
+    trained, trained_alone = (fmean(_training(step, alone=alone) for step in settled) for alone in (False, True))
+    row_rate, most = costs.row_rate, 2 * setup.replicas * seconds / len(settled) / rows
+
+    def generating(costs: Costs, speed: float) -> Costs:
+        """``speed``: from 0 to 1."""
+        if costs.saturation_rows == inf:  # decoding was measured alone: unknown is what a response takes beside it
+            return replace(costs, response_seconds=(1 - speed) * most)
+        return replace(costs, row_rate=row_rate * WITHIN ** (2 * speed - 1))
+
     for _ in range(ROUNDS if costs.cores else 1):
-        slow, fast = costs.row_rate / WITHIN, costs.row_rate * WITHIN
+        slow, fast = 0.0, 1.0
         for _ in range(HALVINGS):
-            middle = (slow * fast) ** 0.5
-            found = forecast(setup, replace(costs, row_rate=middle), lengths)
+            middle = (slow + fast) / 2
+            found = forecast(setup, generating(costs, middle), lengths)
             if found.tokens_per_second < wanted if busy is None else found.decoding > busy:
                 slow = middle
             else:
                 fast = middle
-        costs = replace(costs, row_rate=(slow * fast) ** 0.5)
+        costs = generating(costs, (slow + fast) / 2)
         if costs.cores:
             found = forecast(setup, costs, lengths)
-            longer = trained / (found.training * found.step_seconds)
-            costs = replace(costs, step_seconds=longer * costs.step_seconds, token_seconds=longer * costs.token_seconds)
+            slower = (trained - found.training * found.step_seconds) / trained_alone
+            costs = replace(costs, other_threads=max(0.0, costs.other_threads + costs.cores * slower))
     return costs
 
 
@@ -229,6 +242,8 @@ def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, fl
             busy += now["busy"] - last["busy"]
             wall += now["wall"] - last["wall"]
         before[now["worker"]] = now
+    if not tokens:  # a run of a few seconds: no worker has reported twice
+        tokens, busy, wall = (sum(last[name] for last in before.values()) for name in ("tokens", "busy", "wall"))
     if not row_seconds:
         decoding, row_seconds = [max_rows], busy * max_rows / 2
     if tokens <= 0 or row_seconds <= 0:

@@ -104,10 +104,13 @@ class _Replica:
             self.clock += 0.0 if self.stopped else (now - self.time) * rates[len(self.decoding)]
         self.time = now
 
-    def join(self, setup: Setup, costs: Costs) -> None:
-        """Waiting rows begin to decode while there is room."""
+    def join(self, setup: Setup, costs: Costs, alone: Sequence[float]) -> None:
+        """Waiting rows begin to decode while there is room. ``alone``: rates with cores of its own."""
+        prefilled = 0.0
         while self.waiting and len(self.decoding) < setup.max_rows:
             row = group, place, begun = self.waiting.popleft()
+            if begun or not group.versions:
+                prefilled += costs.prompt_tokens + begun
             if not begun:
                 group.versions[place] = self.version
             length = group.lengths[place]
@@ -115,6 +118,12 @@ class _Replica:
             start = self.clock + (costs.prompt_tokens + begun) / costs.prefill_rate * costs.row_rate
             self.joined += 1
             heapq.heappush(self.decoding, (start + until - begun, self.joined, row, until, start))
+        if prefilled:
+            self.stall(costs.prefill_seconds + prefilled * costs.prefill_token_seconds, alone)
+
+    def stall(self, seconds: float, alone: Sequence[float]) -> None:
+        """Nothing decodes for ``seconds``: the clock is back by the tokens of that time."""
+        self.clock -= seconds * alone[len(self.decoding)] if self.decoding else 0.0
 
     def park(self) -> list[_Row]:
         """Rows with a token of this visit leave; the others stay."""
@@ -221,7 +230,7 @@ class Simulator:
             most, joined, replica.claimed = most - 1, True, True
         if joined:
             replica.advance(self.now, self._rates)
-            replica.join(self.setup, self.costs)
+            replica.join(self.setup, self.costs, self._alone)
             self._arm(replica)
 
     # --- a replica's clock --------------------------------------------------------------------------------------------
@@ -242,7 +251,8 @@ class Simulator:
             replica.clock, replica.time = end, self.now
             replica.held -= 1
             if replica.waiting:
-                replica.join(self.setup, self.costs)
+                replica.join(self.setup, self.costs, self._alone)
+            replica.stall(self.costs.response_seconds, self._alone)
             if until < group.lengths[place]:
                 self._parked.append((group, place, until))
             else:
@@ -331,7 +341,7 @@ class Simulator:
     def _share_cores(self) -> None:
         """Threads that compute at the same time take turns on the machine's cores: all of them slow down alike."""
         setup, batch = self.setup, self._batch
-        threads = self.costs.other_threads + (setup.trainer_threads if batch else 0)
+        threads = self.costs.other_threads + (setup.trainer_threads if self._training else 0)
         threads += setup.replica_threads * sum(bool(one.decoding) and not one.stopped for one in self.replicas)
         share = min(1.0, self.costs.cores / threads) if threads else 1.0
         if share == self._share:
@@ -369,7 +379,7 @@ class Simulator:
     def _swapped(self, replica: _Replica, version: int) -> None:
         if self.setup.cut:
             self._parked.extend(replica.park())
-            replica.join(self.setup, self.costs)
+            replica.join(self.setup, self.costs, self._alone)
         replica.version, replica.taking = max(replica.version, version), False
         self._swapping -= 1
         self._set_stopped(replica, replica.gone or (self.setup.colocated and self._training))

@@ -205,7 +205,13 @@ class Update(Stage):
         if self._probe_tokens:
             self._probe = probe_rows(self._probe, batch, self._probe_tokens)
         with self.spans.during("train", rows=len(claim), version=self.trained):
-            return await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
+            return await asyncio.to_thread(self._train_in_thread, batch)
+
+    def _train_in_thread(self, batch: TensorDict) -> Mapping[str, float]:
+        began, computed = time.perf_counter(), time.thread_time()
+        metrics = self.engine.train_batch(batch, self.algorithm)
+        share = (time.thread_time() - computed) / max(1e-9, time.perf_counter() - began)
+        return {**metrics, "train_cpu_share": min(1.0, share)}
 
     async def _reachable(self) -> bool:
         """Whether engines can have the published version's weights: a trainer that is gone sends them no more. Those that
@@ -351,6 +357,7 @@ def step_event(
         tokens_filtered=ledger["filtered_tokens"],
         seconds=seconds[0],
         train_seconds=seconds[1],
+        train_cpu_share=measured.pop("train_cpu_share", None),
         predicted_seconds=forecast.get("step_seconds"),
         predicted_staleness=forecast.get("staleness_mean"),
         skipped=skipped,

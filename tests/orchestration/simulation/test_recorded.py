@@ -81,17 +81,18 @@ async def test_groups_that_are_dropped_are_measured(tmp_path: Path) -> None:
 
 
 async def test_engines_on_one_machine_share_its_cores(tmp_path: Path) -> None:
-    """What training needs alone is found by simulation: its steps take as long there as in the run."""
+    """Training waits for a core as long as it did in the run, and longer where more threads compute."""
     of = recipe(TINY, train__steps=12)
     events = await executed(of, tmp_path / "run")
     costs, lengths = measured_costs(events, tmp_path / "run")
     assert costs.cores == cores_here()
-    assert costs.other_threads > 0, "rewards are computed beside them"
+    shares = [event.data["train_cpu_share"] for event in events if event.kind == "step"]
+    assert all(0 < share <= 1 for share in shares)
     steps = [event.data["train_seconds"] for event in events if event.kind == "step"][3:10]
     busier = forecast(setup_of(of), replace(costs, other_threads=8.0 * costs.cores), lengths)
     found = forecast(setup_of(of), costs, lengths)
     assert found.training * found.step_seconds == pytest.approx(fmean(steps), rel=0.2)
-    assert busier.step_seconds > 3 * found.step_seconds
+    assert busier.step_seconds > 2 * found.step_seconds
     cluster = of.model_copy(update={"launch": of.launch.model_copy(update={"launcher": "ray"})})
     assert measured_costs(events, tmp_path / "run", cluster)[0].cores == 0
 

@@ -43,10 +43,11 @@ def simulated(plan: StalenessPlan, steps: int = 12, costs: Costs = COSTS, **setu
     references=st.integers(0, 2),
     colocated=st.booleans(),
     paced=st.booleans(),
+    cores=st.sampled_from([0, 0, 2]),
     seed=st.integers(0, 99),
 )
 def test_each_step_trains_whole_groups_within_the_bound(
-    bound: int, groups: int, window: int, replicas: int, rows: int, dropped: float, **others: Any
+    bound: int, groups: int, window: int, replicas: int, rows: int, dropped: float, cores: int, **others: Any
 ) -> None:
     plan = StalenessPlan(bound, groups, window)
     costs = Costs(
@@ -56,6 +57,11 @@ def test_each_step_trains_whole_groups_within_the_bound(
         saturation_rows=8,
         prompt_tokens=5,
         prefill_rate=1000.0,
+        prefill_seconds=0.01,
+        prefill_token_seconds=1e-4,
+        response_seconds=0.002,
+        cores=cores,
+        other_threads=0.5,
         swap_seconds=0.2,
         copy_seconds=0.1,
         reference_token_seconds=1e-4,

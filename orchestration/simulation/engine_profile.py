@@ -1,0 +1,97 @@
+"""How fast the rollout engine of a recipe decodes and prefills on this machine, with nothing beside it.
+
+    few rows, many rows ─┬─ one token each  ─▶ seconds of a prefill, and of each of its tokens
+                         └─ TOKENS each     ─▶ seconds of a token of all rows, and of each row
+
+A run tells less: it decodes as many rows as it has, and what the time of its prompts is cannot be told apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from orchestration.recipe.planner import prompt_limits
+from orchestration.recipe.schema import Recipe
+from orchestration.run.engines import rollout_engine, tokenizer_of
+from stages.engines.protocols import GroupRequest, SamplingParams
+from stages.prompts.sources import load_prompts
+
+FILE = "engine.json"
+TOKENS = 64  # of a measured response, at most
+REPEATS = 3
+FEW = 8  # times fewer rows than there is room for
+LEAST = 1e-6  # seconds of a token
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """Seconds of one rollout engine. ``token_seconds``: of a token of all responses that decode together; ``row_seconds``:
+    more of it for each of them. ``prefill_seconds``: of one prefill, beside ``prefill_token_seconds`` for each of its
+    tokens. ``prompt_tokens``: mean length of the prompts that were prefilled."""
+
+    token_seconds: float
+    row_seconds: float
+    prefill_seconds: float
+    prefill_token_seconds: float
+    prompt_tokens: float
+
+    def write(self, folder: Path) -> None:
+        (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> EngineProfile | None:
+        """The profile in ``folder``; None where there is none."""
+        path = folder / FILE
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def profile_engine(recipe: Recipe) -> EngineProfile:
+    """Measure the rollout engine of ``recipe``, with its own prompts. Loads the model."""
+    return asyncio.run(_profiled(recipe))
+
+
+async def _profiled(recipe: Recipe) -> EngineProfile:
+    size, rows = recipe.algorithm.group_size, recipe.rollout.max_rows
+    prompts = load_prompts(recipe.prompts, tokenizer_of(recipe), recipe.seed, limits=prompt_limits(recipe)).train
+    few, tokens = max(1, rows // FEW), min(TOKENS, recipe.rollout.max_tokens)
+    numbers, prompted = itertools.count(), list[int]()
+
+    async def generated(rows: int, tokens: int) -> float:
+        """Seconds of ``rows`` responses of ``tokens`` tokens each."""
+        params = SamplingParams(max_tokens=tokens, temperature=recipe.rollout.temperature)
+        requests = []
+        for first in range(0, rows, size):
+            number, places = next(numbers), tuple(range(min(size, rows - first)))
+            requests.append(GroupRequest(number, places, prompts.prompt(number).ids, params, seed=number))
+        prompted.extend(len(request.prompt_ids) for request in requests)
+        began = time.perf_counter()
+        async for _ in engine.generate(requests):
+            pass
+        return time.perf_counter() - began
+
+    async def seconds(rows: int, tokens: int) -> float:
+        """The same, in the median, once memory is allocated and kernels are chosen."""
+        return median([await generated(rows, tokens) for _ in range(1 + REPEATS)][1:])
+
+    engine = rollout_engine(recipe, version=0)
+    try:
+        short = {of: await seconds(of, 1) for of in (few, rows)}
+        long = {of: (await seconds(of, tokens) - short[of]) / max(1, tokens - 1) for of in (few, rows)}
+    finally:
+        await engine.close()
+    by_row = max(0.0, long[rows] - long[few]) / max(1, rows - few)
+    prompt, more = fmean(prompted), -(-rows // size) - -(-few // size)  # groups
+    by_token = max(0.0, short[rows] - short[few]) / (more * prompt) if more else short[rows] / prompt
+    return EngineProfile(
+        token_seconds=max(long[few] - by_row * few, LEAST),
+        row_seconds=by_row,
+        prefill_seconds=max(0.0, short[few] - by_token * prompt * -(-few // size)),
+        prefill_token_seconds=by_token,
+        prompt_tokens=prompt,
+    )
