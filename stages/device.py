@@ -103,6 +103,41 @@ def has_flash_attention(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def fused_attention(device: torch.device) -> tuple[Callable[..., tuple[torch.Tensor, ...]], ...] | None:
+    """Attention and its gradient by the device's own kernel for 16-bit numbers, as ``forward(q, k, v, causal, hidden,
+    scale)`` and ``backward((gradient, q, k, v, out, total), causal, hidden, scale)`` of
+    :mod:`stages.engines.torch.attention`; None: it has none beside torch's. torch_npu's has not been run by this project.
+    Source: torch_npu.npu_fusion_attention, whose backward takes maximum and sum of the softmax over keys that it does not
+    see, as in a ring."""
+    if device.type != "npu":
+        return None
+    npu = importlib.import_module("torch_npu")
+
+    def seen(q: torch.Tensor, causal: bool, hidden: torch.Tensor | None) -> dict[str, Any]:
+        if causal:  # mode 2: a compressed mask of this size stands for any length
+            return {"atten_mask": torch.ones(2048, 2048, dtype=torch.bool, device=q.device).triu_(1), "sparse_mode": 2}
+        return {} if hidden is None else {"atten_mask": hidden}
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hidden: torch.Tensor | None, scale: float
+    ) -> tuple[torch.Tensor, ...]:
+        given = (x.contiguous() for x in (q, k, v))
+        found = npu.npu_fusion_attention(*given, q.shape[1], "BNSD", scale=scale, **seen(q, causal, hidden))
+        return found[0], (found[1] + found[2].log())[..., 0]  # maximum and sum: float32 [B, H, n, 8], 8 times the same
+
+    def backward(
+        given: tuple[torch.Tensor, ...], causal: bool, hidden: torch.Tensor | None, scale: float
+    ) -> tuple[torch.Tensor, ...]:
+        gradient, q, k, v, out, total = given
+        largest = total.float()[..., None].expand(*total.shape, 8).contiguous()
+        softmax = {"softmax_max": largest, "softmax_sum": torch.ones_like(largest), "attention_in": out.contiguous()}
+        parts = (x.contiguous() for x in (q, k, v, gradient))
+        options = {**softmax, "scale_value": scale, **seen(q, causal, hidden)}
+        return tuple(npu.npu_fusion_attention_grad(*parts, q.shape[1], "BNSD", **options)[:3])
+
+    return forward, backward
+
+
 def fused_layers(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
     """Fused functions with gradients that are installed for the device: ``rms_norm(x, weight, epsilon)`` and ``swiglu(gate,
     up)``. Liger Kernel's (extra ``kernels``) go before the device's own; none for a CPU. Liger's and torch_npu's have not

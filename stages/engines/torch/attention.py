@@ -204,6 +204,8 @@ def _fused(
     halves = q.dtype in (torch.bfloat16, torch.float16)
     if devices.has_flash_attention(q.device) and halves and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
         return (_flash, _flash_backward), False
+    if halves and q.shape[-1] % 16 == 0 and (own := devices.fused_attention(q.device)) is not None:
+        return own, scores.window is None or int(at.max()) < k.shape[2]
     return None, False
 
 

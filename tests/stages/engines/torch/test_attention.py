@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,3 +90,83 @@ def test_outputs_and_gradients_are_those_of_each_row_alone(
         assert want is not None
         assert got.dtype == dtype
         assert float((got.double() - want).detach().abs().max() / want.detach().abs().max()) < limit, name
+
+
+class Documented:
+    """torch_npu's fused attention by its documentation, with matmuls: BNSD, masks that are True where a query does not see,
+    mode 2 for causal ones, and a softmax given by its maximum and sum."""
+
+    def __init__(self) -> None:
+        self.calls = list[str]()
+
+    def _weights(
+        self, q: torch.Tensor, k: torch.Tensor, heads: int, layout: str, scale: float, **options: Any
+    ) -> torch.Tensor:
+        assert (heads, layout, q.is_contiguous(), k.is_contiguous()) == (q.shape[1], "BNSD", True, True)
+        mask, mode = options.get("atten_mask"), options.get("sparse_mode", 0)
+        scores = q.float() @ k.float().repeat_interleave(heads // k.shape[1], 1).transpose(-1, -2) * scale
+        if mask is None:
+            return scores
+        assert mask.dtype == torch.bool
+        assert mode == 0 or (mode, mask.shape) == (2, (2048, 2048))
+        return scores.masked_fill(mask[: scores.shape[-2], : scores.shape[-1]], -torch.inf)
+
+    def npu_fusion_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        layout: str,
+        *,
+        scale: float,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        self.calls.append("forward")
+        scores = self._weights(q, k, heads, layout, scale, **options)
+        peak = scores.amax(-1, keepdim=True)
+        total = (scores - peak).exp().sum(-1, keepdim=True)
+        out = (scores - peak).exp() / total @ v.float().repeat_interleave(heads // v.shape[1], 1)
+        return out.to(q.dtype), peak.expand(*peak.shape[:-1], 8), total.expand(*total.shape[:-1], 8), None, 0, 0, 0
+
+    def npu_fusion_attention_grad(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gradient: torch.Tensor,
+        heads: int,
+        layout: str,
+        *,
+        softmax_max: torch.Tensor,
+        softmax_sum: torch.Tensor,
+        attention_in: torch.Tensor,
+        scale_value: float,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        self.calls.append("backward")
+        assert softmax_max.shape == softmax_sum.shape == (*q.shape[:3], 8)
+        many = heads // k.shape[1]
+        scores = self._weights(q, k, heads, layout, scale_value, **options)
+        weights = (scores - softmax_max[..., :1]).exp() / softmax_sum[..., :1]
+        of_weights = gradient.float() @ v.float().repeat_interleave(many, 1).transpose(-1, -2)
+        of_scores = (
+            weights * (of_weights - (gradient.float() * attention_in.float()).sum(-1, keepdim=True)) * scale_value
+        )
+        to_k, to_v = of_scores.transpose(-1, -2) @ q.float(), weights.transpose(-1, -2) @ gradient.float()
+        to_k, to_v = (x.view(x.shape[0], -1, many, *x.shape[2:]).sum(2) for x in (to_k, to_v))
+        to_q = of_scores @ k.float().repeat_interleave(many, 1)
+        return to_q.to(q.dtype), to_k.to(q.dtype), to_v.to(q.dtype), None
+
+
+@pytest.mark.parametrize("case", [{}, {"window": 8}, {"sinks": True}], ids=str)
+def test_a_plugins_kernel_computes_the_same(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Documented()
+    monkeypatch.setitem(sys.modules, "torch_npu", library)
+    on_npu: Any = SimpleNamespace(device=SimpleNamespace(type="npu"), dtype=torch.bfloat16, shape=(1, 4, 9, 16))
+    kernel, masks = attention._fused(on_npu, on_npu, on_npu, torch.arange(9), attention.Scores(0.3))
+    assert kernel is not None
+    assert masks
+    monkeypatch.setattr(attention, "_fused", lambda q, k, v, at, scores: (kernel, int(at.max()) < k.shape[2]))
+    test_outputs_and_gradients_are_those_of_each_row_alone(case, torch.bfloat16, 128, 2**20, monkeypatch)
+    assert set(library.calls) == {"forward", "backward"}
