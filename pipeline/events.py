@@ -124,7 +124,8 @@ class StepEvent(EventData, kind="step"):
     seconds: Seconds = None
     train_seconds: Seconds = None
     train_cpu_share: Annotated[
-        Number, Doc("Part of its time in which the thread that trains had a core: below 1 it waited for one, or a device.")
+        Number,
+        Doc("Part of its time in which the thread that trains had a core: below 1 it waited for one, or a device."),
     ] = None
     predicted_seconds: Annotated[Number, Doc("Seconds that a simulation with the costs of earlier steps says.")] = None
     predicted_staleness: Annotated[Number, Doc("Mean staleness that it says, in versions.")] = None
