@@ -10,12 +10,15 @@ Importing this needs no torch.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 ASSUMED = {"restart_seconds": "a restart takes 30 s, as assumed"}  # where none is measured
+PROFILE = "engine.json"  # of a run's folder
 LengthsOf = Callable[[int], Sequence[int]]
 """Group number -> tokens of each of its responses."""
 
@@ -60,6 +63,28 @@ class Costs:
     def rate(self, rows: int) -> float:
         """Tokens/s of each of so many responses that decode together."""
         return 1 / (max(1.0, rows / self.saturation_rows) / self.row_rate + rows * self.row_seconds)
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """Seconds of one rollout engine. ``token_seconds``: of a token of all responses that decode together; ``row_seconds``:
+    more of it for each of them. ``prefill_seconds``: of one prefill, beside ``prefill_token_seconds`` for each of its
+    tokens. ``prompt_tokens``: mean length of the prompts that were prefilled."""
+
+    token_seconds: float
+    row_seconds: float
+    prefill_seconds: float
+    prefill_token_seconds: float
+    prompt_tokens: float
+
+    def write(self, folder: Path) -> None:
+        (folder / PROFILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> EngineProfile | None:
+        """The profile in ``folder``; None where there is none."""
+        path = folder / PROFILE
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 class DrawnLengths:

@@ -10,45 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median
 
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import rollout_engine, tokenizer_of
+from orchestration.simulation.costs import EngineProfile
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.prompts.sources import load_prompts
 
-FILE = "engine.json"
 TOKENS = 64  # of a measured response, at most
 REPEATS = 3
 FEW = 8  # times fewer rows than there is room for
 LEAST = 1e-6  # seconds of a token
-
-
-@dataclass(frozen=True)
-class EngineProfile:
-    """Seconds of one rollout engine. ``token_seconds``: of a token of all responses that decode together; ``row_seconds``:
-    more of it for each of them. ``prefill_seconds``: of one prefill, beside ``prefill_token_seconds`` for each of its
-    tokens. ``prompt_tokens``: mean length of the prompts that were prefilled."""
-
-    token_seconds: float
-    row_seconds: float
-    prefill_seconds: float
-    prefill_token_seconds: float
-    prompt_tokens: float
-
-    def write(self, folder: Path) -> None:
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> EngineProfile | None:
-        """The profile in ``folder``; None where there is none."""
-        path = folder / FILE
-        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def profile_engine(recipe: Recipe) -> EngineProfile:

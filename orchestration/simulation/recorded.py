@@ -25,8 +25,7 @@ from orchestration.recipe.devices import SIDES, cores_here, on_this_node, wanted
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers, workers_of
 from orchestration.run.paths import RECIPE
-from orchestration.simulation.costs import ASSUMED, Costs, DrawnLengths
-from orchestration.simulation.engine_profile import EngineProfile
+from orchestration.simulation.costs import ASSUMED, Costs, DrawnLengths, EngineProfile
 from orchestration.simulation.forecast import forecast, margin_of, setup_of
 from pipeline.events import Event
 from stages.sample_log import FOLDER, read

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.simulation.costs import Costs
-from orchestration.simulation.engine_profile import EngineProfile, profile_engine
+from orchestration.simulation.costs import Costs, EngineProfile
+from orchestration.simulation.engine_profile import profile_engine
 from orchestration.simulation.forecast import forecast
 from orchestration.simulation.simulator import Setup
 from pipeline.staleness import StalenessPlan
