@@ -42,7 +42,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.locks import locked
-from stages.weight_files import WeightFiles, materialize, open_skeleton
+from stages.weight_files import WeightFiles, in_one_dtype, materialize, open_skeleton
 
 Tokenizer = PreTrainedTokenizerBase
 
@@ -68,9 +68,8 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
     if source in MADE_FROM_SEED:
         return tiny_model(seed, dtype, source).eval(), tiny_tokenizer()
     if (opened := model_skeleton(source, dtype=dtype)) is None:
-        return AutoModelForCausalLM.from_pretrained(
-            model_folder(source), dtype=dtype, local_files_only=True
-        ).eval(), load_tokenizer(source)
+        model = AutoModelForCausalLM.from_pretrained(model_folder(source), dtype=dtype, local_files_only=True).eval()
+        return in_one_dtype(model, dtype), load_tokenizer(source)
     model, files = opened
     materialize(model, torch.device("cpu"))
     files.fill(model)

@@ -101,9 +101,9 @@ class WeightFiles:
 
 
 def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """Returns the model in ``folder`` as ``from_pretrained`` makes it, in eval mode, but with its parameters and saved
-    buffers on the device ``meta``, and the files to read them from. Returns None for a checkpoint that is not read this way:
-    without safetensors, quantised, or not exactly with the weights of its config."""
+    """Returns the model in ``folder`` as ``from_pretrained`` makes it, in eval mode, but with its parameters, all of
+    ``dtype``, and saved buffers on the device ``meta``, and the files to read them from. Returns None for a checkpoint that
+    is not read this way: without safetensors, quantised, or not exactly with the weights of its config."""
     files = _files(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if not files or getattr(config, "quantization_config", None) is not None:
@@ -120,7 +120,20 @@ def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, We
     model.name_or_path = model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return model.eval(), WeightFiles(files, model)
+    return in_one_dtype(model.eval(), dtype), WeightFiles(files, model)
+
+
+def in_one_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Give every parameter of ``model`` the dtype ``dtype``. Returns ``model``. Buffers keep theirs.
+
+    transformers keeps some parameters in float32 beside bfloat16 (routers, from 5.24 those of most families with experts).
+    Published weights have one dtype, and FSDP2 shards parameters of one dtype. Routers compute in float32 in either case:
+    transformers casts the weights where it uses them.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.detach().to(dtype)
+    return model
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -219,12 +219,13 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
+    dtype = dtype or model.dtype  # of every parameter, as load_model makes it
     parameters: list[Parameter] = []
     tensors: list[Tensor] = []
     for name, value in model.named_parameters():
         parts, dim = _parts(name, tuple(value.shape), heads, kv_heads)
         for part, shape in parts:
-            parameters.append(_parameter(part, shape, value.dtype, heads, kv_heads))
+            parameters.append(_parameter(part, shape, dtype, heads, kv_heads))
         tensors.append(Tensor(name, tuple(part for part, _ in parts), dim))
     known = {name for name, _ in model.named_parameters()}
     tied = tuple(

@@ -36,7 +36,7 @@ from stages.models import model_skeleton
 from stages.resharding.layout import Layout, model_state, place
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
-from stages.weight_files import WeightFiles
+from stages.weight_files import WeightFiles, in_one_dtype
 from tests.allocations import Allocations
 from tests.batches import RAGGED, VOCABULARY, make_batch, stack, unstack
 
@@ -277,10 +277,11 @@ def sharded_by_files(ranks: Ranks, folder: str, dtype: torch.dtype, **options: A
 
 
 def differing(ranks: Ranks, folders: dict[str, str], dtype: torch.dtype) -> list[str]:
-    """The tensors that ranks with shards of each checkpoint have otherwise than ``from_pretrained`` reads them."""
+    """The tensors that ranks with shards of each checkpoint have otherwise than ``from_pretrained`` reads them. Every
+    parameter has ``dtype``."""
     found = []
     for family, folder in folders.items():
-        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        expected = in_one_dtype(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), dtype)
         engine = sharded_by_files(ranks, folder, dtype)
         for (name, wanted), (other, shard) in zip(
             [*expected.named_parameters(), *expected.named_buffers()],

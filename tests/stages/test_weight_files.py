@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from benchmarks.families import FAMILIES, config_of, write
+from stages import models
 from stages.engines.torch.parallel.tensor import cuts
 from stages.models import load_model
+from stages.resharding.layout import model_state
 from stages.weight_files import open_skeleton
 from tests.ranks import on_ranks
 from tests.stages.sharded import bytes_at_loading, differing
@@ -39,9 +41,27 @@ def test_every_family_is_read_as_transformers_reads_it(folders: dict[str, Path],
             found, wanted = dict(getattr(model, kind)()), dict(getattr(expected, kind)())
             assert list(found) == list(wanted), family
             for name, value in wanted.items():
-                assert found[name].dtype == value.dtype, f"{family}: {name}"
-                assert torch.equal(found[name], value), f"{family}: {name}"
+                asked = dtype if kind == "named_parameters" else value.dtype
+                assert found[name].dtype == asked, f"{family}: {name}"
+                assert torch.equal(found[name], value.to(asked)), f"{family}: {name}"
                 assert found[name].requires_grad == value.requires_grad
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_parameters_that_transformers_keeps_in_float32_have_the_dtype_of_the_others(
+    folders: dict[str, Path], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "_keep_in_fp32_modules_strict", ["gate.weight"])
+    source, kept = str(folders["Qwen3-MoE"]), "model.layers.0.mlp.gate.weight"
+    as_read = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    assert as_read.get_parameter(kept).dtype == torch.float32 != as_read.dtype
+    if whole:  # a checkpoint that is not read tensor by tensor
+        monkeypatch.setattr(models, "open_skeleton", lambda folder, dtype: None)
+    model, _ = load_model(source, dtype=torch.bfloat16, seed=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.get_parameter(kept), as_read.get_parameter(kept).bfloat16())
+    assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
+    assert {each.dtype for each in model_state(model.config).parameters} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
