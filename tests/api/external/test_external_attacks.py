@@ -312,8 +312,7 @@ async def test_the_disks_free_space_bounds_what_is_spooled(
     from api.external import upload
 
     async with going(index_url, tmp_path, recipe(TRAINER)) as run:
-        free = upload.shutil.disk_usage(tmp_path).free
-        monkeypatch.setattr(upload, "SPARE_DISK", free)
+        monkeypatch.setattr(upload, "SPARE_DISK", upload.shutil.disk_usage(tmp_path).total)
         put = {"data": save(whole_model()), "headers": {"Content-Type": BINARY}}
         details = await run.refused(503, "PUT", "weights/0", **put)
         assert details["type"] == "urn:asyncdock:no-room"
