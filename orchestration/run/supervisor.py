@@ -112,7 +112,7 @@ class Supervisor:
         self._groups: dict[Worker, _Group] = {}  # by their first workers
         self._liveness = Liveness(index, recipe.launch, self._record_unplaced)
         self._tasks: list[asyncio.Task[Any]] = []
-        self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+        self._ended: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()  # None: look again whether all is done
         self._stopping = False
         self._unready = {_shown(worker) for worker in self.workers}  # of the workers that were launched first
         self._began = "0"  # the last event before those of this supervisor
@@ -166,7 +166,7 @@ class Supervisor:
         is_done = False
         while not is_done and not stopping.done():
             ended = await self._ended.get()
-            if not ended.cancelled():  # an absent worker left
+            if ended is not None and not ended.cancelled():  # cancelled: an absent worker left
                 ended.result()
             is_done = self._work_is_done() and (trained is None or trained.done())
         await self._stop()
@@ -353,6 +353,7 @@ class Supervisor:
         if reason:
             log.warning("worker is absent", worker=_shown(group.first), reason=reason)
             await self._emit(group.first, "absent", reason=reason)
+            self._ended.put_nowait(None)  # perhaps all the others are done
 
     async def _record_engines(self) -> None:
         """Record for the trainer which engines must have the last version before the run ends."""

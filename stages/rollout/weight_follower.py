@@ -270,13 +270,14 @@ class WeightFollower:
         if not self.policy.at_once:
             yield
             return
+        process = self.controller.dock.worker  # whose turn ends with it
         lease = 9 * self.policy.timeout  # loading, probing, going back and going on, each with its undoing
-        while not (turn := await self.index.take_swap_turn(self.worker, most=self.policy.at_once, lease=lease)).granted:
+        while not (turn := await self.index.take_swap_turn(process, most=self.policy.at_once, lease=lease)).granted:
             await self.index.wait("swap", turn.wait, turn.due)
         try:
             yield
         finally:
-            await asyncio.shield(self.index.end_swap_turn(self.worker))
+            await asyncio.shield(self.index.end_swap_turn(process))
 
     async def _swap(
         self, published: Published, weights: Mapping[str, torch.Tensor]

@@ -88,15 +88,21 @@ async def test_a_rollout_without_restarts_left_waits_for_one_while_another_works
     assert json.loads(await index.get(ENGINES) or "") == ["rollout-0", "rollout-1"]
 
 
-async def test_the_run_ends_without_the_rollouts_that_are_absent(supervised: Any, index: Index) -> None:
+@pytest.mark.parametrize("is_last", [False, True])
+async def test_the_run_ends_without_the_rollouts_that_are_absent(supervised: Any, index: Index, is_last: bool) -> None:
+    """``is_last``: all others are done when it dies."""
     supervisor, launcher, work = supervised
     supervisor.launch = supervisor.launch.model_copy(update={"restart_window": 600.0})
     lives = await launcher.next(4)
     lives["rollout-0"].code.set_result(1)
-    (await launcher.next(1))["rollout-0"].code.set_result(1)
-    await absent(index)
-    lives["update-0"].code.set_result(0)
-    lives["rollout-1"].code.set_result(0)
+    again = await launcher.next(1)
+    for worker in ("update-0", "rollout-1", "rollout-0") if is_last else ("rollout-0", "update-0", "rollout-1"):
+        if worker == "rollout-0":
+            again[worker].code.set_result(1)
+            await absent(index)
+        else:
+            lives[worker].code.set_result(0)
+            await asyncio.wait([supervisor._groups[worker.rpartition("-")[0], int(worker[-1])].keeper])
     assert (await asyncio.wait_for(work, 20)).state == "finished"
 
 

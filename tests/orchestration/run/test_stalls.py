@@ -89,6 +89,34 @@ async def test_a_run_whose_worker_hangs_again_and_again_fails_and_says_who(tmp_p
     assert_nothing_left(watched.run)
 
 
+async def test_a_rollout_that_dies_at_its_swap_and_stays_away_holds_up_no_other_swap(tmp_path: Path) -> None:
+    """Only one may swap at a time: the other one's turn comes when the supervisor has seen the death."""
+    changes: dict[str, Any] = {
+        "launch__launcher": "process",
+        "launch__max_restarts": 0,
+        "launch__restart_window": 600.0,
+    }
+    of = recipe(MOCK, train__steps=10, rollout__workers=2, sync__at_once=1, **changes)
+    of = of.model_copy(
+        update={"rollout": of.rollout.model_copy(update={"mock": {"time_scale": 0.02, "swap_seconds": 10.0}})}
+    )
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 2)
+        assert watched.run.supervisor is not None
+        index = watched.run.supervisor.index
+        async with redis.asyncio.Redis.from_url(index.url) as server:
+            while True:
+                if at_it := await server.zrange(f"{index.prefix}swapping", 0, -1):
+                    break
+                await asyncio.sleep(0.002)  # a turn wakes nobody when it begins
+        worker = "-".join(at_it[0].decode().split("-")[:2])  # its process has more parts
+        os.kill(pid_of(watched, worker), signal.SIGKILL)
+        result = await asyncio.wait_for(work, 60)
+    assert result.state == "finished", result.reason
+    assert [event["worker"] for event in watched.of("worker") if event["change"] == "absent"] == [worker]
+    assert_each_sample_once(of, watched)
+
+
 async def test_a_rank_that_hangs_in_a_collective_is_ended_with_its_group_for_one_restart(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"train__dp": 2, "launch__launcher": "process", "launch__max_restarts": 1}
     of = recipe(TINY, train__steps=8, launch__hang_timeout=HANG, **changes)

@@ -64,8 +64,8 @@ class Trainer:
 
 
 class Controls:
-    def __init__(self) -> None:
-        self.spans = Spans()
+    def __init__(self, process: str = "process") -> None:
+        self.spans, self.dock = Spans(), SimpleNamespace(worker=process)
 
     def wake(self) -> None: ...
 
@@ -77,7 +77,7 @@ def follower(
 ) -> WeightFollower:
     nothing_claimed: Any = None  # a dock: what the follower does needs none
     stage = Rollout(nothing_claimed, engine, PARAMS, seed=0, group_size=1, most_rows=4)
-    controls: Any = Controls()
+    controls: Any = Controls(f"{worker}-process")
     options: dict[str, Any] = {"worker": worker, "every": 0, "steps": steps, "overlap": True, "policy": policy}
     return WeightFollower(index, store, stage, controls, None, **options)
 
