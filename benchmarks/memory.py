@@ -65,6 +65,7 @@ BFLOAT16: Changes = {"model.dtype": "bfloat16"}
 LORA: Changes = {"model.lora": {"rank": 16}}
 LONG: Changes = {"rollout.max_tokens": 1024, "algorithm.group_size": 2, "train.token_budget": 2080}
 TWO_RANKS: Changes = {"train.dp": 2, "train.groups_per_step": 2}
+STAGES: Changes = {"train.pp": 2, "train.groups_per_step": 4}  # and as many micro-batches
 QUICKSTART: Changes = {"prompts.max_prompt_tokens": 64, "rollout.max_rows": 64, "rollout.max_tokens": 16}
 QUICKSTART |= {"train.groups_per_step": 4, "train.token_budget": 2048}  # as in recipes/quickstart.toml
 
@@ -96,6 +97,11 @@ CASES: dict[str, tuple[Model, Changes]] = {
     "small, tp = 2": (SMALL, {"train.tp": 2}),
     "small, rows of 2k tokens, cp = 2": (SMALL, TWICE),
     "small, rows of 2k tokens, cp = 2, ring": (SMALL, {**TWICE, "train.context_parallel": "ring"}),
+    "small, pp = 2": (SMALL, STAGES),
+    "small, pp = 2, vpp = 2": (SMALL, {**STAGES, "train.vpp": 2}),
+    "small, pp = 2, zbv": (SMALL, {**STAGES, "train.pipeline": "zbv", "train.vpp": 2}),
+    "small, pp = 2, bfloat16": (SMALL, {**STAGES, **BFLOAT16}),
+    "many words, pp = 2": (MANY_WORDS, STAGES),
     "experts, dp = 2": (EXPERTS, TWO_RANKS),
     "experts, dp = 2, ep = 2": (EXPERTS, {**TWO_RANKS, "train.ep": 2}),
     "many words": (MANY_WORDS, {"rollout.max_rows": 64}),
@@ -311,7 +317,9 @@ def in_children(side: Engine, recipe: Recipe, of_torch: bool) -> int:
     os.environ.update({**ENVIRONMENT, **os.environ})  # as workers have
     of = Ranks.of(0, recipe.train) if side == "train" else Ranks(0)
     with tempfile.TemporaryDirectory(prefix="adk-memory-") as other, ExitStack() as stack:
-        make_model(FIRST | (ROUTED if experts_of(config_of(recipe.model.source))[0] else {}), Path(other))
+        layers = {"num_hidden_layers": max(FIRST["num_hidden_layers"], of.pp * of.vpp)}
+        routed = ROUTED if experts_of(config_of(recipe.model.source))[0] else {}
+        make_model({**FIRST, **layers, **routed}, Path(other))
         children = [stack.enter_context(multiprocessing.get_context("spawn").Pool(1)) for _ in range(of.world)]
         found = [
             child.apply_async(live, (recipe, replace(of, rank=rank), Path(other, "1")))

@@ -129,6 +129,10 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
     train, batch = recipe.train, micro_batch(recipe, prompt)
     item, trained = ITEM_BYTES[recipe.model.dtype], ITEM_BYTES[recipe.trained_dtype]
     share, one = -(-learned // train.shards), train.ranks == 1
+    if train.pp > 1 and not recipe.adapters:
+        # The first stage has the embedding and the last the head: of tied weights, and with zbv, both are whole.
+        ends = sizes.outside if sizes.tied or train.pipeline == "zbv" else sizes.outside // 2
+        share += -(-(ends * train.pp - sizes.outside) // train.shards)
     frozen = -(-parameters // train.shards) * item if recipe.adapters else 0
     activations, logits, gradients = max(_moments_of_a_step(recipe, sizes, batch, share * trained), key=sum)
     layer = max(0, (parameters - sizes.outside) // sizes.layers - sizes.experts) // train.tp + sizes.experts // train.ep
@@ -162,14 +166,13 @@ def _moments_of_a_step(
     fed, gathered = batch.tokens * sizes.width, 4 if deferred else 1 if sizes.experts else 2
     one = layer_bytes(sizes, item, batch.tokens) // train.tp + gathered * item * fed * (train.tp - 1) // train.tp
     layers = sizes.layers
-    if (
-        train.pp > 1
-    ):  # as many of the first stage's layers, with micro-batches for all stages under way, as the model has
-        under_way = 1 if batch.only else train.pp + (train.pp - 1) * (train.vpp > 1)
-        layers = min(under_way * -(-layers // train.pp), 2 * layers)
-    each, again = (
-        (item * fed // train.tp, one) if train.activation_checkpointing else (one, 0)
-    )  # ``again``: computed again
+    if train.pp > 1:
+        # ``vpp`` parts of a rank's layers, each as often as a micro-batch is between its passes on the first rank.
+        interleaved = 2 * train.pp if deferred else 2 * (train.pp - 1) + (train.vpp - 1) * train.pp + 1
+        under_way = train.vpp if batch.only else train.pp if train.vpp == 1 else interleaved
+        layers = under_way * -(-layers // (train.pp * train.vpp))
+    # ``again``: what is computed again for the backward pass.
+    each, again = (item * fed // train.tp, one) if train.activation_checkpointing else (one, 0)
     if deferred:  # what parts keep from one pass to another for them is no more than their layers keep
         again *= -(-sizes.layers // (2 * train.pp)) * (2 if batch.only else 2 * train.pp - 1)
     # Beside what the layer keeps: the gradients of its output, and of the two factors of its MLP's product or inside norms.

@@ -143,8 +143,8 @@ class TestVllm(OnSmolLM2):
         cached: list[int] = []
         generate = engine._llm.generate
 
-        async def counted(*arguments: Any) -> AsyncIterator[Any]:
-            async for output in generate(*arguments):
+        async def counted(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
+            async for output in generate(*arguments, **options):
                 cached.append(output.num_cached_tokens)
                 yield output
 
