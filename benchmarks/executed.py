@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from orchestration.events_file import METRICS, MetricsFile
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import Run
@@ -14,14 +15,16 @@ from pipeline.events import Event
 async def executed(
     recipe: Recipe, out: Path, forks: ForkServer | None = None, *, must_finish: bool = True
 ) -> list[Event]:
-    """Returns all events of a run of ``recipe`` in ``out``, whose workers come from ``forks``. Raises RuntimeError when it
-    does not finish, unless it need not."""
+    """Returns all events of a run of ``recipe`` in ``out``, whose workers come from ``forks``, and writes them to its
+    ``metrics.jsonl``. Raises RuntimeError when it does not finish, unless it need not."""
     run, events = Run.create(recipe, out), list[Event]()
     run.forks = forks
 
     async def follow() -> None:
-        async for event in run.events():
-            events.append(event)
+        with MetricsFile(out / METRICS) as file:
+            async for event in run.events():
+                events.append(event)
+                file.event(event)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(follow())

@@ -15,8 +15,8 @@ Splits: so many devices are split between rollout replicas and a trainer, each w
 on several devices: a token takes it the part of the time that one of so many ranks needs for its share. The split with the
 most predicted tokens/s is the planner's choice; its measured tokens/s over those of the split measured best is its share.
 
-Real grid: a model with torch engines; costs are measured in one run and with its rollout engine alone (`asyncdock plan
-profile`), and the other recipes are predicted from them.
+Real grid: a model with torch engines; costs are measured in one run, in one with half as many groups in a step, and with its
+rollout engine alone (as `asyncdock plan profile` does), and the other recipes are predicted from them.
 
 Error: predicted over measured throughput, less 1; steps at either end of a run are left out, of both alike.
 """
@@ -45,7 +45,7 @@ from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.engine_profile import profile_engine
 from orchestration.simulation.forecast import Forecast, forecast, margin_of, setup_of
 from orchestration.simulation.mock_costs import mock_costs, mock_lengths
-from orchestration.simulation.recorded import measured_costs
+from orchestration.simulation.recorded import SMALLER, measured_costs
 from orchestration.simulation.simulator import Setup
 from pipeline.events import Event
 from pipeline.staleness import StalenessPlan
@@ -214,12 +214,14 @@ async def mock_rows(cases: list[Case], home: Path, beside: int, forks: ForkServe
 
 
 async def real_rows(cases: list[Case], home: Path, forks: ForkServer) -> list[Row]:
-    """One run at a time; the costs of the first one, and of its engine alone, count for all."""
+    """One run at a time; the costs of the first one, of one with smaller steps, and of its engine alone count for all."""
     rows, folder = list[Row](), home / "first"
     for number, case in enumerate(cases):
         events = await executed(case.recipe, home / str(number) if number else folder, forks=forks)
         if not number:
             (await asyncio.to_thread(profile_engine, case.recipe)).write(folder)
+            fewer = f"train.groups_per_step={case.recipe.train.groups_per_step // 2}"
+            await executed(_with(case.recipe, fewer), folder / SMALLER, forks=forks)
             costs, lengths = measured_costs(events, folder)
         of_case = lengths.of_groups(case.recipe.algorithm.group_size)
         rows.append(shown(compared(case, events, forecast(setup_of(case.recipe), costs, of_case))))

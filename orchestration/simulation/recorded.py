@@ -4,6 +4,7 @@
     swaps ──▶ seconds in which nothing decodes, and beside it       samples ──▶ lengths, by group
     starts ──▶ seconds until a replica decodes again                ledgers ──▶ share of groups dropped
     a profile of the engine alone, where the folder has one ──▶ tokens/s by rows, seconds of a prefill
+    a run with smaller steps, where the folder has one ──▶ seconds of a step and of a swap that no token or response explains
 
 The rate of generation is fitted: where the trainer has waited for samples, the simulated run is as fast with it as the
 measured one; elsewhere its rollout workers are busy for the same share of the time. Where engines share the cores of this
@@ -13,8 +14,8 @@ machine, so are the threads of everything else: training waits for a core as lon
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from statistics import fmean, median
@@ -34,6 +35,7 @@ FEWEST_STEPS = 4
 LAST_BYTES = 64 << 20  # of the file of events
 SAMPLES = 4096  # the newest, whose lengths count
 WAITED = 0.05  # share of the time that the trainer has waited for samples: from here on generation limits the run
+SMALLER = "smaller"  # folder of a run with fewer groups in a step, in that of a profile
 LEAST_BUSY = 0.02  # share of the time that rollout workers are busy, or idle, below which it says nothing of their rate
 FITTED_SAMPLES = 200_000  # that are simulated for a fit, about
 WITHIN, HALVINGS = 8.0, 12  # the rate of generation is looked for within this factor, by so many halvings
@@ -60,49 +62,34 @@ def recipe_of(folder: Path) -> Recipe:
 def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None = None) -> tuple[Costs, DrawnLengths]:
     """As :func:`recorded_costs`, from events of the run, all or those of some steps in a row. ``recipe``: with what the run
     has changed of it since it began."""
-    recipe = recipe or recipe_of(folder)
-    events, steps, trainer = defaultdict[str, list[Mapping[str, Any]]](list), list[Event](), list[tuple[float, ...]]()
-    begun, starts = dict[str, float](), list[float]()
-    for event in stream:
-        events[event.kind].append(event.data)
-        if event.kind == "step" and event.data.get("train_seconds"):
-            steps.append(event)
-        elif event.kind == "stage" and event.data["stage"] == "update":
-            trained = sum(step.data["train_seconds"] for step in steps)
-            trainer.append((event.data["wall"], event.data["waiting_input"], trained, len(steps)))
-        elif event.kind == "worker" and event.data["stage"] == "rollout":
-            if event.data["change"] in ("started", "died"):
-                begun.setdefault(event.data["worker"], event.time)
-            elif event.data["change"] == "ready" and event.data["worker"] in begun:
-                starts.append(event.time - begun.pop(event.data["worker"]))
-    if len(steps) < FEWEST_STEPS:
-        raise NotMeasured(f"{folder}: {len(steps)} optimizer steps are too few to measure; let it make {FEWEST_STEPS}")
-    settled = _settled(steps)
-    profile = EngineProfile.read(folder)
-    prompted = profile.prompt_tokens / recipe.algorithm.group_size if profile else 0.0  # of each row
+    run = _Measured.of(stream, folder, recipe or recipe_of(folder))
+    profile, runs, of_smaller = EngineProfile.read(folder), [run], folder / SMALLER
+    if profile is not None and of_smaller.exists():
+        runs.append(_Measured.of(read_metrics(of_smaller / METRICS, LAST_BYTES), of_smaller, recipe_of(of_smaller)))
+    prompted = profile.prompt_tokens / run.recipe.algorithm.group_size if profile else 0.0  # of each row
+    cores = _cores(run.recipe)
+    settled = [step for one in runs for step in one.settled]
     fed = [_tokens(step) + prompted * step.data["rows"] for step in settled]
-    cores = _cores(recipe)
     by_token, by_step = _line(fed, [_training(step, alone=cores > 0) for step in settled])
-    row_rate, rows, busy = _decoding(events["stage"], recipe.rollout.max_rows)
+    events = run.events
     swaps = [swap for swap in events["sync"] if swap["worker"].startswith("rollout-") and swap.get("exposed_seconds")]
     reference = [one for one in events["stage"] if one["stage"] == "reference" and one["tokens"] and one.get("busy")]
-    between, waited = _between(trainer)
     costs = Costs(
-        row_rate=row_rate,
-        saturation_rows=rows,
+        row_rate=run.row_rate,
+        saturation_rows=run.saturation_rows,
         prefill_rate=float("inf"),  # the time of prompts is in the rates
         step_seconds=by_step,
         token_seconds=by_token,
         swap_seconds=median(swap["exposed_seconds"] for swap in swaps) if swaps else 0.0,
         copy_seconds=median(swap.get("hidden_seconds") or 0.0 for swap in swaps) if swaps else 0.0,
         reference_token_seconds=reference[-1]["busy"] / reference[-1]["tokens"] if reference else 0.0,
-        between_steps=between,
+        between_steps=run.between,
         dropped=_dropped(events["ledger"]),
         cores=cores,
         sources=dict.fromkeys(Costs.__dataclass_fields__, f"measured in {folder.name}"),
     )
-    if starts:
-        costs = replace(costs, restart_seconds=median(starts))
+    if run.starts:
+        costs = replace(costs, restart_seconds=median(run.starts))
     else:
         costs = replace(costs, sources={**costs.sources, **ASSUMED})
     if profile is not None:
@@ -115,10 +102,63 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
             prefill_token_seconds=profile.prefill_token_seconds,
             prompt_tokens=profile.prompt_tokens,
         )
-    found = _lengths(folder / FOLDER, steps[0].data["step"])
-    found = found or [[round(step.data["response_length_mean"])] for step in steps]
-    lengths = DrawnLengths(recipe.algorithm.group_size, recipe.rollout.max_tokens, measured=found, seed=recipe.seed)
-    return _fitted(costs, lengths, recipe, steps, None if waited > WAITED else busy), lengths
+    found = _lengths(folder / FOLDER, run.steps[0].data["step"])
+    found = found or [[round(step.data["response_length_mean"])] for step in run.steps]
+    lengths = DrawnLengths(
+        run.recipe.algorithm.group_size, run.recipe.rollout.max_tokens, measured=found, seed=run.recipe.seed
+    )
+    fits = [_fitted(costs, lengths, one) for one in runs]
+    return (_divided(fits, runs) if len(fits) > 1 else fits[0]), lengths
+
+
+@dataclass
+class _Measured:
+    """What the events of a run say. ``settled``: steps without those in which the pipeline fills and drains; the first one
+    has one before it. ``between``: seconds. ``row_rate``, ``saturation_rows``: as in :class:`Costs`. ``busy``: share of the
+    time, of its rollout workers; None where the trainer has waited for samples. ``starts``: seconds until a replica that was
+    started decodes."""
+
+    recipe: Recipe
+    steps: list[Event]
+    settled: list[Event]
+    events: Mapping[str, list[Mapping[str, Any]]]
+    between: float
+    row_rate: float
+    saturation_rows: float
+    busy: float | None
+    starts: list[float]
+
+    @classmethod
+    def of(cls, stream: Iterable[Event], folder: Path, recipe: Recipe) -> _Measured:
+        """Raises NotMeasured."""
+        events = defaultdict[str, list[Mapping[str, Any]]](list)
+        steps, trainer = list[Event](), list[tuple[float, ...]]()
+        begun, starts = dict[str, float](), list[float]()
+        for event in stream:
+            events[event.kind].append(event.data)
+            if event.kind == "step" and event.data.get("train_seconds"):
+                steps.append(event)
+            elif event.kind == "stage" and event.data["stage"] == "update":
+                trained = sum(step.data["train_seconds"] for step in steps)
+                trainer.append((event.data["wall"], event.data["waiting_input"], trained, len(steps)))
+            elif event.kind == "worker" and event.data["stage"] == "rollout":
+                if event.data["change"] in ("started", "died"):
+                    begun.setdefault(event.data["worker"], event.time)
+                elif event.data["change"] == "ready" and event.data["worker"] in begun:
+                    starts.append(event.time - begun.pop(event.data["worker"]))
+        if len(steps) < FEWEST_STEPS:
+            raise NotMeasured(
+                f"{folder}: {len(steps)} optimizer steps are too few to measure; let it make {FEWEST_STEPS}"
+            )
+        margin, (between, waited) = margin_of(len(steps)), _between(trainer)
+        settled = steps[max(1, margin) : len(steps) - margin + 1]
+        row_rate, rows, busy = _decoding(events["stage"], recipe.rollout.max_rows)
+        return cls(recipe, steps, settled, events, between, row_rate, rows, None if waited > WAITED else busy, starts)
+
+    @property
+    def seconds(self) -> float:
+        """Of the settled steps."""
+        return self.settled[-1].time - self.steps[self.steps.index(self.settled[0]) - 1].time
 
 
 def _tokens(step: Event) -> float:
@@ -128,12 +168,6 @@ def _tokens(step: Event) -> float:
 def _training(step: Event, *, alone: bool) -> float:
     """Seconds; ``alone``: that the step would take if its thread waited for no core."""
     return float(step.data["train_seconds"] * ((alone and step.data.get("train_cpu_share")) or 1))
-
-
-def _settled(steps: list[Event]) -> list[Event]:
-    """Without those in which the pipeline fills and drains; the first one left has one before it."""
-    margin = margin_of(len(steps))
-    return steps[max(1, margin) : len(steps) - margin + 1]
 
 
 def _cores(recipe: Recipe) -> int:
@@ -161,19 +195,19 @@ def _lengths(folder: Path, oldest_step: int) -> list[list[int]]:
     return list(by_group.values())
 
 
-def _fitted(costs: Costs, lengths: DrawnLengths, recipe: Recipe, steps: list[Event], busy: float | None) -> Costs:
+def _fitted(costs: Costs, lengths: DrawnLengths, run: _Measured) -> Costs:
     """``costs`` with the rate of generation with which the simulated run is as the measured one: in the share of time in
-    which rollout workers are ``busy``; None: in tokens/s. Where engines share cores, with as many other threads as make its
-    training as slow."""
+    which rollout workers are busy; where the trainer has waited, in tokens/s. Where engines share cores, with as many other
+    threads as make its training as slow."""
+    busy = run.busy
     if busy is not None and not LEAST_BUSY < busy < 1 - LEAST_BUSY:
         return costs  # any rate would do
-    rows = recipe.train.groups_per_step * recipe.algorithm.group_size
+    rows = _rows(run.recipe)
     simulated = max(6, min(16, FITTED_SAMPLES // (HALVINGS * rows)))
-    settled, setup = _settled(steps), setup_of(recipe, steps=simulated)
-    seconds = settled[-1].time - steps[steps.index(settled[0]) - 1].time
-    wanted = sum(map(_tokens, settled)) / seconds
-    trained, trained_alone = (fmean(_training(step, alone=alone) for step in settled) for alone in (False, True))
-    row_rate, most = costs.row_rate, 2 * setup.replicas * seconds / len(settled) / rows
+    setup = setup_of(run.recipe, steps=simulated)
+    wanted = sum(map(_tokens, run.settled)) / run.seconds
+    trained, trained_alone = (fmean(_training(step, alone=alone) for step in run.settled) for alone in (False, True))
+    row_rate, most = costs.row_rate, 2 * setup.replicas * run.seconds / len(run.settled) / rows
 
     def generating(costs: Costs, speed: float) -> Costs:
         """``speed``: from 0 to 1."""
@@ -196,6 +230,21 @@ def _fitted(costs: Costs, lengths: DrawnLengths, recipe: Recipe, steps: list[Eve
             slower = (trained - found.training * found.step_seconds) / trained_alone
             costs = replace(costs, other_threads=max(0.0, costs.other_threads + costs.cores * slower))
     return costs
+
+
+def _divided(fits: Sequence[Costs], runs: Sequence[_Measured]) -> Costs:
+    """The costs of the first of two fits, with the time that a step's responses take beside decoding divided into one of
+    each response and one of each swap, which a smaller step has as well."""
+    (more, fewer), (costs, smaller) = (_rows(run.recipe) for run in runs), fits
+    taken, taken_smaller = costs.response_seconds * more, smaller.response_seconds * fewer
+    of_response = min(max(0.0, (taken - taken_smaller) / (more - fewer)), costs.response_seconds)
+    of_swap = (taken - of_response * more) / runs[0].recipe.replicas
+    return replace(costs, response_seconds=of_response, swap_seconds=costs.swap_seconds + of_swap)
+
+
+def _rows(recipe: Recipe) -> int:
+    """Of a step."""
+    return recipe.train.groups_per_step * recipe.algorithm.group_size
 
 
 def _line(x: list[float], y: list[float]) -> tuple[float, float]:

@@ -5,18 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from benchmarks.executed import executed
 from orchestration.recipe.devices import cores_here
 from orchestration.run.run import Run
+from orchestration.simulation.costs import Costs, EngineProfile
 from orchestration.simulation.forecast import forecast, setup_of
 from orchestration.simulation.mock_costs import mock_costs
-from orchestration.simulation.recorded import NotMeasured, _between, measured_costs, recorded_costs
+from orchestration.simulation.recorded import (
+    SMALLER,
+    NotMeasured,
+    _between,
+    _divided,
+    _Measured,
+    measured_costs,
+    recorded_costs,
+)
 from tests.orchestration.runs import MOCK, TINY, recipe
 
-SLOW = {  # steps of half a second, so that the machine's own time weighs little
+SLOW: dict[str, Any] = {  # steps of half a second, so that the machine's own time weighs little
     "rollout__mock": {
         "row_rate": 60.0,
         "saturation_rows": 16,
@@ -61,6 +71,38 @@ async def test_costs_of_a_run_that_waits_for_training(tmp_path: Path) -> None:
     found = forecast(setup_of(of), costs, lengths)
     assert found.busiest == "training"
     assert found.step_seconds == pytest.approx(1.25, rel=0.1)
+
+
+async def test_a_run_with_smaller_steps_tells_what_a_step_takes_without_tokens(tmp_path: Path) -> None:
+    slow = {**SLOW, "rollout__mock": {**SLOW["rollout__mock"], "sigma": 0.0}}
+    slow |= {"train__mock": {"step_seconds": 0.3, "token_seconds": 1e-3}}
+    of = recipe(MOCK, **slow, pipeline__staleness=0)
+    events = await executed(of, tmp_path / "run")
+    EngineProfile(1 / 60, 0.0, 0.0, 0.0, 0.0).write(tmp_path / "run")
+    assert measured_costs(events, tmp_path / "run")[0].step_seconds == 0, "all steps have as many tokens"
+    fewer = recipe(MOCK, **slow, pipeline__staleness=0, train__groups_per_step=of.train.groups_per_step // 2)
+    await executed(fewer, tmp_path / "run" / SMALLER)
+    costs, lengths = measured_costs(events, tmp_path / "run")
+    assert costs.step_seconds == pytest.approx(0.3, rel=0.2)
+    assert costs.token_seconds == pytest.approx(1e-3, rel=0.3), "prompts are not counted"
+    steps = [event for event in events if event.kind == "step"]
+    assert forecast(setup_of(of), costs, lengths).step_seconds == pytest.approx(
+        (steps[6].time - steps[1].time) / 5, rel=0.1
+    )
+
+
+@pytest.mark.parametrize(("of_response", "of_swap"), [(0.01, 0.2), (0.01, 0.0), (0.0, 0.2)])
+def test_what_responses_do_not_explain_is_of_the_swap(of_response: float, of_swap: float) -> None:
+    """Fitted as if all were of responses: of two replicas, each of half of them."""
+    first = recipe(MOCK, rollout__workers=2)
+    runs = [_Measured(first, [], [], {}, 0.0, 1.0, 1.0, None, []) for _ in range(2)]
+    groups = first.train.groups_per_step // 2
+    runs[1].recipe = recipe(MOCK, rollout__workers=2, train__groups_per_step=groups)
+    rows = [groups * 2 * first.algorithm.group_size, groups * first.algorithm.group_size]
+    fits = [Costs(1.0, 0.0, 0.0, swap_seconds=0.5, response_seconds=of_response + 2 * of_swap / of) for of in rows]
+    found = _divided(fits, runs)
+    assert found.response_seconds == pytest.approx(of_response)
+    assert found.swap_seconds == pytest.approx(0.5 + of_swap)
 
 
 async def test_groups_that_are_dropped_are_measured(tmp_path: Path) -> None:
