@@ -59,10 +59,11 @@ PRODUCTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("experts", {"tp": 2, "pp": 2, "ep": 2}, {}),
     ("moe", {"dp": 2, "pp": 2, "ep": 2}, {}),
     ("experts-4", {"dp": 2, "ep": 2, **ZBV}, {}),
+    ("llama-8", {**ZBV, "pp": 4}, {}),
 ]
 # A checkpoint of one product, resumed at the next: of models with experts, and of others.
 OF_EXPERTS = [product for product in PRODUCTS if product[0] in ("experts", "moe")]
-OF_STAGES = [product for product in PRODUCTS if "-" in product[0] and product[0] != "experts-4"]
+OF_STAGES = [product for product in PRODUCTS if "-" in product[0] and product[0] not in ("experts-4", "llama-8")]
 OTHERS = [product for product in PRODUCTS if "-" not in product[0] and product not in OF_EXPERTS]
 PAIRS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("experts-4", {"dp": 2, "ep": 2, **ZBV}, {"dp": 2, "pp": 2, "vpp": 2, "ep": 2}),
