@@ -15,8 +15,9 @@ from pipeline.events import Event
 async def executed(
     recipe: Recipe, out: Path, forks: ForkServer | None = None, *, must_finish: bool = True
 ) -> list[Event]:
-    """Returns all events of a run of ``recipe`` in ``out``, whose workers come from ``forks``, and writes them to its
-    ``metrics.jsonl``. Raises RuntimeError when it does not finish, unless it need not."""
+    """Execute ``recipe`` in the folder ``out`` and return all events of the run. They are also written to
+    ``metrics.jsonl`` in ``out``. ``forks``: the fork server that starts the workers. Raises RuntimeError if ``must_finish``
+    is set and the run does not finish."""
     run, events = Run.create(recipe, out), list[Event]()
     run.forks = forks
 

@@ -45,7 +45,7 @@ from orchestration.simulation.costs import Costs, DrawnLengths
 from orchestration.simulation.engine_profile import profile_engine
 from orchestration.simulation.forecast import Forecast, forecast, margin_of, setup_of
 from orchestration.simulation.mock_costs import mock_costs, mock_lengths
-from orchestration.simulation.recorded import SMALLER, measured_costs
+from orchestration.simulation.recorded import SMALLER, measured_costs, with_smaller_steps
 from orchestration.simulation.simulator import Setup
 from pipeline.events import Event
 from pipeline.staleness import StalenessPlan
@@ -220,8 +220,8 @@ async def real_rows(cases: list[Case], home: Path, forks: ForkServer) -> list[Ro
         events = await executed(case.recipe, home / str(number) if number else folder, forks=forks)
         if not number:
             (await asyncio.to_thread(profile_engine, case.recipe)).write(folder)
-            fewer = f"train.groups_per_step={case.recipe.train.groups_per_step // 2}"
-            await executed(_with(case.recipe, fewer), folder / SMALLER, forks=forks)
+            if smaller := with_smaller_steps(case.recipe):
+                await executed(smaller, folder / SMALLER, forks=forks)
             costs, lengths = measured_costs(events, folder)
         of_case = lengths.of_groups(case.recipe.algorithm.group_size)
         rows.append(shown(compared(case, events, forecast(setup_of(case.recipe), costs, of_case))))

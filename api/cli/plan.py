@@ -131,25 +131,14 @@ def plan_profile(
         code = create_and_show(lambda: Run.create(loaded, here / out), forks, json=False, plain=plain)
         if code == 0 and loaded.runs_stage("rollout") and not loaded.prompts.responses:
             from orchestration.simulation.engine_profile import profile_engine
-            from orchestration.simulation.recorded import SMALLER
+            from orchestration.simulation.recorded import SMALLER, with_smaller_steps
 
             profile_engine(loaded).write(here / out)
-            if smaller := _with_smaller_steps(loaded):
+            if smaller := with_smaller_steps(loaded):
                 code = create_and_show(
                     lambda: Run.create(smaller, here / out / SMALLER), forks, json=False, plain=plain
                 )
         raise typer.Exit(code)
-
-
-def _with_smaller_steps(recipe: Recipe) -> Recipe | None:
-    """``recipe`` with half as many groups in a step; None where that is no valid recipe."""
-    from orchestration.recipe.load import compare_recipe
-    from orchestration.recipe.problems import RecipeError
-
-    try:
-        return compare_recipe(recipe, [f"train.groups_per_step={recipe.train.groups_per_step // 2}"])
-    except RecipeError:
-        return None
 
 
 def plan_what_if(

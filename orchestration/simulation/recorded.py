@@ -23,6 +23,8 @@ from typing import Any
 
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.recipe.devices import SIDES, cores_here, on_this_node, wanted_devices
+from orchestration.recipe.load import compare_recipe
+from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers, workers_of
 from orchestration.run.paths import RECIPE
@@ -159,6 +161,14 @@ class _Measured:
     def seconds(self) -> float:
         """Of the settled steps."""
         return self.settled[-1].time - self.steps[self.steps.index(self.settled[0]) - 1].time
+
+
+def with_smaller_steps(recipe: Recipe) -> Recipe | None:
+    """``recipe`` with half as many groups in a step, for the run in :data:`SMALLER`; None where that is no valid recipe."""
+    try:
+        return compare_recipe(recipe, [f"train.groups_per_step={recipe.train.groups_per_step // 2}"])
+    except RecipeError:
+        return None
 
 
 def _tokens(step: Event) -> float:

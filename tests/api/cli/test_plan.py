@@ -117,7 +117,7 @@ def test_a_profile_is_what_a_forecast_is_made_from(tmp_path: Path) -> None:
     assert found["costs"]["prefill_seconds"] + found["costs"]["prefill_token_seconds"] > 0, (
         "its engine was measured alone"
     )
-    assert (tmp_path / "run" / "smaller" / "engine.json").exists() is False, "it is measured once"
+    assert not (tmp_path / "run" / "smaller" / "engine.json").exists(), "it is measured once"
     assert (tmp_path / "run" / "smaller" / "metrics.jsonl").exists(), "a run with smaller steps"
     _, out, _ = plan("run", "tiny", "--costs", str(tmp_path / "run"), "--json", "--set", "train.dp=2")
     assert json.loads(out)["costs"]["token_seconds"] == pytest.approx(found["costs"]["token_seconds"] / 2), "two ranks"
