@@ -8,7 +8,7 @@
     reference  logprobs of one step's rows
 
     python benchmarks/memory.py [--json FILE] [--case NAME …] [--side train rollout reference]
-    python benchmarks/memory.py --live [--case NAME …]
+    PYTHONPATH=$PWD python benchmarks/memory.py --live [--case NAME …]
     python benchmarks/memory.py --varied 300 [--case NAME …] [--side train rollout]
 
 ``--live``: instead, of ``train``, what torch's allocator has given and not got back, at most, in the second step: without
