@@ -14,6 +14,8 @@ import contextlib
 import importlib
 import json
 import os
+import re
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,9 @@ from pipeline.events import ENDED, Event
 from pipeline.index.client import Index, IndexUnreachable
 
 TRACKED = "tracked.json"  # in the tracker's folder: the run's id and that of the last event shown
+MLFLOW_FILE = "mlflow.db"  # in the tracker's folder
+# MLflow's own limits: of one call, and of characters.
+MLFLOW_PARAMS, MLFLOW_METRICS, MLFLOW_NAME, MLFLOW_VALUE = 100, 1000, 250, 6000
 WAIT_SECONDS = 10.0
 SAVE_SECONDS = 2.0  # between two writes of tracked.json; points since the last one are shown again after a kill
 
@@ -70,7 +75,8 @@ class Points:
                 yield from self._point(event, "train", data)
                 yield from self._shares(event)
             case "evaluation":
-                yield from self._point(event, "evaluation", data)
+                means = {f"functions/{name}": mean for name, mean in data.get("functions", {}).items()}
+                yield from self._point(event, "evaluation", {**data, **means})
             case "sync":
                 yield from self._point(event, f"sync/{data['worker']}", data, step=int(data["version"]))
             case "alarm":
@@ -122,30 +128,79 @@ class TensorBoard(Tracker):
 
 
 class Mlflow(Tracker):
-    """A run in MLflow: at MLFLOW_TRACKING_URI where that is set, else in a database in ``folder``."""
+    """A run in MLflow: at MLFLOW_TRACKING_URI where that is set, else in an SQLite database in ``folder``."""
 
     def __init__(self, folder: Path, name: str, recipe: Mapping[str, Any], key: str) -> None:
         mlflow = _module("mlflow", "mlflow")
+        for needed in ("sqlalchemy", "alembic"):
+            _module(needed, "mlflow")
         self._entities = _module("mlflow.entities", "mlflow")
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
-        self._client = mlflow.MlflowClient(tracking_uri=uri)
-        self.key = key or self._create(name, recipe)
+        folder = folder.resolve()
+        own = f"sqlite:///{folder / MLFLOW_FILE}"
+        self._uri = os.environ.get("MLFLOW_TRACKING_URI") or own
+        self._folder = folder if self._uri == own else None
+        self._metrics: list[Any] = []
+        with self._errors():
+            self._client = mlflow.MlflowClient(tracking_uri=self._uri)
+            self.key = key or self._create(name, recipe)
+            self._client.get_run(self.key)
 
     def _create(self, name: str, recipe: Mapping[str, Any]) -> str:
         known = self._client.get_experiment_by_name("asyncdock")
-        experiment = known.experiment_id if known else self._client.create_experiment("asyncdock")
+        # Without a place of its own, artifacts are put into the working directory.
+        place = (self._folder / "artifacts").as_uri() if self._folder else None
+        experiment = known.experiment_id if known else self._client.create_experiment("asyncdock", place)
         run = str(self._client.create_run(experiment, run_name=name).info.run_id)
-        params = [self._entities.Param(key, str(value)[:500]) for key, value in _flat(recipe)]
-        self._client.log_batch(run, params=params[:100])
+        params = [self._entities.Param(mlflow_name(key), shortened(value)) for key, value in _flat(recipe)]
+        for at in range(0, len(params), MLFLOW_PARAMS):
+            self._client.log_batch(run, params=params[at : at + MLFLOW_PARAMS])
         return run
 
     def show(self, point: Point) -> None:
         when = int(point.time * 1000)
-        metrics = [self._entities.Metric(name, value, when, point.step) for name, value in point.numbers.items()]
-        self._client.log_batch(self.key, metrics=metrics)
+        self._metrics += [
+            self._entities.Metric(mlflow_name(name), value, when, point.step) for name, value in point.numbers.items()
+        ]
+        if len(self._metrics) >= MLFLOW_METRICS:
+            self.flush()
+
+    def flush(self) -> None:
+        with self._errors():
+            while self._metrics:
+                self._client.log_batch(self.key, metrics=self._metrics[:MLFLOW_METRICS])
+                del self._metrics[:MLFLOW_METRICS]
 
     def close(self) -> None:
-        self._client.set_terminated(self.key)
+        with self._errors():
+            self._client.set_terminated(self.key)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise TrackError for what MLflow refuses."""
+        refusal = _module("mlflow.exceptions", "mlflow").MlflowException
+        try:
+            yield
+        except refusal as error:
+            fix = "set MLFLOW_TRACKING_URI to a server or database that it accepts, or give another --into"
+            raise TrackError(f"--to mlflow: {self._uri} refused: {error!s:.500}; {fix}") from error
+
+
+def mlflow_name(name: str) -> str:
+    """``name`` with the characters that MLflow allows in it.
+
+    >>> mlflow_name("prompts.config.größe [m]")
+    'prompts.config.größe _m_'
+    """
+    return re.sub(r"[^\w.\-/ :]", "_", name)[:MLFLOW_NAME]
+
+
+def shortened(value: Any) -> str:
+    """``value`` as a text that MLflow accepts as a parameter: one that is too long says so at its end."""
+    text = str(value)
+    if len(text) <= MLFLOW_VALUE:
+        return text
+    note = f" … ({len(text):,} characters)"
+    return text[: MLFLOW_VALUE - len(note)] + note
 
 
 class WandB(Tracker):
@@ -155,7 +210,7 @@ class WandB(Tracker):
     def __init__(self, folder: Path, name: str, recipe: Mapping[str, Any], key: str) -> None:
         wandb = _module("wandb", "wandb")
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-        self.key = key or wandb.util.generate_id()
+        self.key = key or secrets.token_hex(4)
         self._run = wandb.init(
             project="asyncdock", name=name, id=self.key, resume="allow", mode=mode, dir=str(folder), config=dict(recipe)
         )

@@ -208,7 +208,7 @@ class RewardSection(Section):
     )
     processes: CountOrZero = key(
         4,
-        "Processes that call functions (`arithmetic`, `exact_number`, `spelling` need none), started as they are needed; async "
+        "Processes that call functions (`arithmetic`, `exact_number`, `spelling` need none), started as needed; async "
         "ones run in one more, all at once. 0: in the worker, for debugging: one that hangs or crashes harms the run.",
     )
     memory: SizeOrZero = key(4 * 2**30, "Memory of one such process; one that needs more is replaced. 0: no limit.")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import struct
+import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from api.telemetry.trackers import (
     track,
 )
 from orchestration.events_file import METRICS, MetricsFile
+from orchestration.recipe.load import load_recipe
 from pipeline.events import Event
 
 START = 1_700_000_000
@@ -129,36 +131,161 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert "stage/reward-0/busy_share" in found.Tags()["scalars"]
 
 
-def test_mlflow_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# Runs `asyncdock track` where only what the core and one extra need is found, as after `pip install asyncdock[EXTRA]`.
+AS_INSTALLED = """
+import sys
+from importlib import metadata
+from packaging.requirements import Requirement
+
+def closure(name, extras, found):
+    try:
+        requires = metadata.requires(name) or ()
+    except metadata.PackageNotFoundError:
+        return
+    for each in map(Requirement, requires):
+        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            key = each.name.lower().replace("_", "-").replace(".", "-")
+            if key not in found or each.extras - found[key]:
+                found[key] = found.get(key, set()) | each.extras
+                closure(each.name, each.extras, found)
+
+extra, *arguments = sys.argv[1:]
+needed = {"setuptools": set()}
+closure("asyncdock", (extra,), needed)
+modules = metadata.packages_distributions()
+kept = {name.lower().replace("_", "-").replace(".", "-") for name in needed}
+
+class Installed:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        owners = {owner.lower().replace("_", "-").replace(".", "-") for owner in modules.get(name, ())}
+        return None if owners and not owners & {*kept, "asyncdock"} else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Installed, sys.meta_path)
+from api.cli.main import main
+sys.argv = ["asyncdock", "track", *arguments]
+main()
+"""
+
+
+def tracked(folder: Path, to: str, **environment: str) -> str:
+    """Run the command in an empty working directory, which must stay so. Returns what it printed."""
+    empty = folder.parent / f"working-{to}"
+    empty.mkdir(exist_ok=True)
+    names = ("PATH", "HOME", "LANG", "PYTHONPATH")
+    clean = {name: os.environ[name] for name in names if name in os.environ} | {"TMPDIR": str(folder.parent)}
+    command = [sys.executable, "-c", AS_INSTALLED, to, str(folder.resolve()), "--to", to]
+    done = subprocess.run(command, cwd=empty, env=clean | environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(empty.iterdir()), "files in the working directory"
+    return done.stdout
+
+
+def full_run(folder: Path) -> dict[str, Any]:
+    """A run of the recipe `tiny` with a key that MLflow does not allow, and a value that is too long for it."""
+    run_folder(folder, 4)
+    recipe: dict[str, Any] = load_recipe("recipes/tiny.toml", []).model_dump(mode="json")
+    recipe["prompts"]["config"] = {"größe [m]": 10**30, "long": "x" * 9000, "nothing": None}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    return recipe
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {name: value}
+    return {
+        key: item for part, inner in value.items() for key, item in flat(inner, f"{name}.{part}".strip(".")).items()
+    }
+
+
+def test_mlflow_as_a_user_installs_it_has_every_parameter_and_point(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    made = Mlflow(tmp_path, "tracked", {"train": {"steps": 9}}, "")
-    made.show(Point(START, 3, {"train/loss": 0.5}))
-    again = Mlflow(tmp_path, "tracked", {}, made.key)
-    again.show(Point(START + 1, 4, {"train/loss": 0.25}))
-    again.close()
-    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").resolve().as_uri())
-    history = client.get_metric_history(made.key, "train/loss")
+    pytest.importorskip("alembic")
+    folder = tmp_path / "tracked 100%"
+    expected = flat(full_run(folder))
+    tracked(folder, "mlflow")
+    with MetricsFile(folder / METRICS) as file:
+        file.event(step(7))
+    tracked(folder, "mlflow")  # goes on with the same run
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder.resolve()}/mlflow/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("asyncdock").experiment_id])
+    params = run.data.params
+    assert len(params) == len(expected) > 150
+    assert params["pipeline.staleness"] == str(expected["pipeline.staleness"])
+    assert params["prompts.config.größe _m_"] == str(10**30)
+    assert params["prompts.config.long"].endswith("x … (9,000 characters)")
+    assert len(params["prompts.config.long"]) == 6000
+    history = client.get_metric_history(run.info.run_id, "train/reward_mean")
     assert [(one.step, one.value, one.timestamp) for one in history] == [
-        (3, 0.5, START * 1000),
-        (4, 0.25, START * 1000 + 1000),
+        (number, number / 4, (START + number) * 1000) for number in (0, 1, 2, 3, 7)
     ]
-    assert client.get_run(made.key).data.params["train.steps"] == "9"
+    assert run.info.artifact_uri.startswith((folder.resolve() / "mlflow").as_uri())
 
 
-def test_wandb_writes_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_mlflow_refuses_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://at/all")
+    with pytest.raises(TrackError, match=r"--to mlflow: nowhere://at/all refused: .*; set MLFLOW_TRACKING_URI"):
+        Mlflow(tmp_path, "tracked", {}, "")
+
+
+def test_wandb_as_a_user_installs_it_writes_a_run_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    made = WandB(tmp_path, "tracked", {"train": {"steps": 9}}, "")
-    for number in range(3):
-        made.show(Point(time.time(), number, {"train/loss": 0.5 / (number + 1)}))
-    assert made._run.summary["train/loss"] == pytest.approx(0.5 / 3)
-    made.close()
-    written = list((tmp_path / "wandb").glob(f"offline-run-*-{made.key}/run-{made.key}.wandb"))
-    assert written
-    assert os.path.getsize(written[0]) > 0
+    folder = tmp_path / "tracked"
+    expected = full_run(folder)
+    tracked(folder, "wandb", WANDB_SILENT="true")
+    key = json.loads((folder / "wandb" / "tracked.json").read_text())["key"]
+    (written,) = (folder / "wandb" / "wandb").glob(f"offline-run-*-{key}/run-{key}.wandb")
+    history, config = wandb_records(written)
+    rewards = [(row["step"], row["train/reward_mean"]) for row in history if "train/reward_mean" in row]
+    assert rewards == [(number, number / 4) for number in range(4)]
+    assert config["pipeline"]["staleness"] == expected["pipeline"]["staleness"]
+    assert config.keys() >= expected.keys()
+
+
+def wandb_records(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows that were logged, and the configuration: records in LevelDB's log format, after a head of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = path.read_bytes(), 7, b""
+    history, config = list[dict[str, Any]](), dict[str, Any]()
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind not in (1, 4):  # neither whole nor its last part
+            continue
+        record = Record()
+        record.ParseFromString(whole)
+        whole = b""
+        if record.HasField("history"):
+            row = {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            history.append({name: json.loads(value) for name, value in row.items()})
+        if record.HasField("run"):
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    return history, config
+
+
+def test_tensorboard_as_a_user_installs_it(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "tracked"
+    full_run(folder)
+    assert "7 points" in tracked(folder, "tensorboard")
+    assert list((folder / "tensorboard").glob("events.*"))
+
+
+def test_only_numbers_that_a_float_holds_are_shown() -> None:
+    odd = {"a": None, "b": "text", "c": float("inf"), "d": 10**400, "e": True, "f": 10**30, "g": [1], "h": float("nan")}
+    (point,) = (point for point in Points().of(step(3, reward_mean=None, **odd)) if "train/loss" in point.numbers)
+    assert point.numbers == {"train/loss": 0.5, "train/f": 1e30}
 
 
 @pytest.mark.parametrize(("tracker", "package"), [(Mlflow, "mlflow"), (WandB, "wandb"), (TensorBoard, "tensorboard")])
