@@ -94,6 +94,21 @@ def test_held_out_prompts_are_never_trained(seed: int, share: float) -> None:
     assert held_out.isdisjoint(split.train.prompt(seq).text for seq in range(300))
 
 
+def test_each_seed_holds_out_other_prompts_as_many_as_the_share_says(tmp_path: Path, plain: Tokenizer) -> None:
+    options = PromptOptions(source="jsonl", path=numbered(tmp_path, 400), held_out=0.25)
+    sides = []
+    for seed in (0, 1, 0):
+        held_out = load_prompts(options, plain, seed).held_out
+        assert held_out is not None
+        assert held_out.size is not None
+        sides.append({held_out.prompt(at).text for at in range(held_out.size)})
+    assert sides[0] == sides[2]
+    for side in sides:
+        assert 65 <= len(side) <= 135, "a binomial of 400 and 0.25, within 4 standard deviations"
+    # Of two independent draws, a quarter of a quarter is on both sides: 25 of 400.
+    assert len(sides[0] & sides[1]) < 50
+
+
 def test_a_table_that_repeats_a_prompt_keeps_it_on_one_side(tmp_path: Path, plain: Tokenizer) -> None:
     path = jsonl(tmp_path, [{"prompt": f"say {i % 10}", "answer": str(i)} for i in range(100)])
     split = load_prompts(PromptOptions(source="jsonl", path=path, held_out=0.4), plain, seed=0)

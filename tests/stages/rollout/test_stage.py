@@ -1,4 +1,4 @@
-"""What the rollout stage claims."""
+"""What the rollout stage claims, and what it records of responses."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 
-from stages.engines.protocols import Completion, GroupRequest, SamplingParams
-from stages.rollout.stage import Rollout
+from stages.engines.protocols import Completion, FinishReason, GroupRequest, SamplingParams
+from stages.rollout.stage import Rollout, responses
 
 
 class OneToken:
@@ -39,3 +40,16 @@ async def test_the_first_claim_is_of_one_step_and_later_ones_fill_the_engine() -
     assert set(rooms) == {0}
     assert [stage.room(held) for held in (0, 4)] == [4, 2]
     assert Rollout(dock, engine, params, **options).room(0) == 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", ["stop", "cut"])
+@pytest.mark.parametrize("versions", [((3, 2), (5, 1)), ((5, 1), (3, 2)), ((3, 3),)])
+def test_a_response_is_as_old_as_the_oldest_of_its_tokens(
+    versions: tuple[tuple[int, int], ...], end: FinishReason
+) -> None:
+    """The staleness bound is judged by it, whatever newer weights have made the end of the response."""
+    done = Completion(4, 0, torch.tensor([7, 8, 9]), torch.zeros(3), versions, end)
+    output = responses([0], [done], parked=end == "cut")
+    assert output.generated == [(3, 3)]
+    assert output.rows is not None
+    assert output.rows["versions"][0].tolist() == [number for pair in versions for number in pair]
