@@ -13,7 +13,7 @@ from pipeline.index.client import BoundBroken, GateClosed, Index, RunConfig, Sta
 from pipeline.index.warehouses import Lost
 from pipeline.warehouse.dock import Dock
 from tests.pipeline.index.test_leases import with_a_clock_that_can_be_set
-from tests.pipeline.warehouse.test_dock import COUNTERS, SCHEMA, admit, claim, config, respond, through_advantage
+from tests.pipeline.warehouse.test_dock import COUNTERS, SCHEMA, admit, claim, config, through_advantage
 
 
 async def opened(index: Index, folder: Path, run: RunConfig) -> Dock:
