@@ -250,8 +250,10 @@ class TorchTrainEngine:
         """One optimizer step on ``groups`` in the micro-batches ``plan``."""
         rows = [number for group in groups for number in group.numbers]
         trained = given.trained[rows]
+        least = algorithm.least_group_size if algorithm.unit == "group" else 1
+        compared = [int((given.trained[list(g.numbers)] > 0).sum()) >= least for g in groups]
         total_tokens, total_rows, total_groups, passes = self._agree(
-            int(trained.sum()), int((trained > 0).sum()), len(groups), len(plan)
+            int(trained.sum()), int((trained > 0).sum()), sum(compared), len(plan)
         )
         if not total_tokens:
             raise ValueError("loss_mask: leaves no token of a mini-batch to train on; drop such groups before training")
