@@ -131,7 +131,12 @@ class RolloutSection(Section):
         "Responses cut at `max_tokens`: `train` treats them as the others; `mask` takes their tokens out of the loss, while "
         "their rewards count in the group's credit; `drop` takes them out of both.",
     )
-    temperature: float = key(1.0, "Sampling temperature of training responses, which must differ within a group.", gt=0)
+    temperature: float = key(
+        1.0,
+        "Sampling temperature of training responses, which must differ within a group. Logprobs are those at it; with "
+        "`prompts.responses` nothing is sampled, and they are at 1.",
+        gt=0,
+    )
     top_p: float = key(
         1.0,
         "Nucleus sampling: probability mass kept. 1.0: all. Like `top_k`, refused where the run's own trainer reads "
@@ -276,7 +281,7 @@ class TrainSection(Strategies, Section):
         "constant", "Learning rate after the warm-up: constant, or down to 0 at the last step."
     )
     warmup_steps: StepsOrZero = key(0, "Steps in which the learning rate rises from 0.")
-    weight_decay: float = key(0.0, "Weight decay of AdamW.", ge=0)
+    weight_decay: float = key(0.0, "Weight decay of AdamW, of matrices: no bias, norm or attention sink decays.", ge=0)
     betas: Betas = key((0.9, 0.95), "Decay rates of AdamW's two moments.")
     grad_clip: float = key(1.0, "Largest norm of the gradient; a larger one is scaled down.", gt=0)
     max_skipped_steps: Annotated[int, Field(ge=1), unit("steps")] = key(

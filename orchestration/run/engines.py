@@ -70,7 +70,8 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
     if source not in PLAIN_MODELS:
         ends |= end_tokens(model_folder(source))
     return SamplingParams(
-        **recipe.rollout.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"}),
+        **recipe.rollout.model_dump(include={"max_tokens", "top_p", "top_k"}),
+        temperature=recipe.logprob_temperature,
         stop=tuple(recipe.rollout.stop),
         stop_token_ids=tuple(sorted(ends)),
     )
@@ -332,7 +333,7 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
     return {
         **recipe.train.model_dump(include={*optimizer, "token_budget", "activation_checkpointing", "kernels"}),
         "total_steps": recipe.train.steps,
-        "temperature": recipe.rollout.temperature,
+        "temperature": recipe.logprob_temperature,
         "threads": threads_of(recipe, recipe.train.threads),
         "device": devices.select(recipe.train.device),
         "context": longest_row(recipe),

@@ -62,7 +62,7 @@ def vllm_table_is_used(recipe: Recipe) -> Iterator[Problem]:
 
 @check(
     *(f"rollout.{key}" for key in ("engine", "vllm", "top_k", "top_p", "temperature", "stop", "max_tokens")),
-    "prompts.max_prompt_tokens",
+    *("prompts.max_prompt_tokens", "prompts.responses"),
 )
 def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
     rollout, vllm = recipe.rollout, recipe.rollout.vllm
@@ -70,7 +70,7 @@ def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
         return
     if vllm.max_model_len:
         yield from _holds_longest_row(recipe, "rollout.vllm.max_model_len", vllm.max_model_len)
-    if (rollout.top_k or rollout.top_p < 1) and rollout.temperature != 1:
+    if (rollout.top_k or rollout.top_p < 1) and recipe.logprob_temperature != 1:
         wrong = "cannot be combined with top_k or top_p in vLLM: its logprobs would not be those of the trainer"
         fix = "set rollout.temperature = 1.0, or rollout.top_k = 0 and rollout.top_p = 1.0"
         yield problem(recipe, "rollout.temperature", wrong, fix)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ValueLearner(Algorithm):
     """The options and formulas that a policy with a critic and a critic of its own share."""
 
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of later rewards, for each token.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of later rewards, for each trained token.")
     gae_lambda: float = Field(
         default=0.95, ge=0, le=1, description="λ of GAE (Eq. 16): 0 trusts the critic, 1 the rewards alone."
     )
@@ -40,21 +40,24 @@ class ValueLearner(Algorithm):
     )
 
     def gae(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages and returns [T] of each response: the reward comes with its last token, and nothing follows it."""
-        values, last = batch["values"], batch.lengths.cumsum(0) - 1
+        """Advantages and returns [T] of each response. Time counts its trained tokens alone, as if the others were not
+        there: the reward comes with the last one of them, and nothing follows it. Tokens that are not trained on have an
+        advantage of 0."""
+        at, counts = batch.is_trained, batch.trained[batch.trained > 0]
+        values, last = batch["values"][at], counts.cumsum(0) - 1
         rewards = values.new_zeros(len(values))
         if self.kl_reward:
-            rewards -= self.kl_reward * (batch["rollout_logprobs"] - batch["ref_logprobs"])
-        rewards[last] += batch["reward"].to(rewards.dtype)
+            rewards -= self.kl_reward * (batch["rollout_logprobs"] - batch["ref_logprobs"])[at]
+        rewards[last] += batch["reward"][batch.trained > 0].to(rewards.dtype)
         following = values.roll(-1)
         following[last] = 0
         errors = rewards + self.gamma * following - values
-        advantage = errors.clone()
-        longest = int(batch.lengths.max())
-        for place in range(longest - 2, -1, -1):  # backwards, all responses at once
-            at = (last - batch.lengths + 1 + place)[batch.lengths > place + 1]
-            advantage[at] += self.gamma * self.gae_lambda * advantage[at + 1]
-        return advantage, advantage + values
+        for place in range(int(batch.trained.max()) - 2, -1, -1):  # backwards, all responses at once
+            now = (last - counts + 1 + place)[counts > place + 1]
+            errors[now] += self.gamma * self.gae_lambda * errors[now + 1]
+        advantage = values.new_zeros(len(at))
+        advantage[at] = errors
+        return advantage, advantage + batch["values"]
 
     def value_errors(self, now: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
         """Half the squared errors [T] of the values ``now``: the larger of the plain and the clipped one."""

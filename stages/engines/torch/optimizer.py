@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Literal
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 Schedule = Literal["constant", "linear", "cosine"]
+NORM = re.compile(r"norm|^ln(_|$)")  # in the name of a module
 
 
 def learning_rate_at(step: int, *, peak: float, total_steps: int, warmup_steps: int, schedule: Schedule) -> float:
@@ -28,12 +30,27 @@ def learning_rate_at(step: int, *, peak: float, total_steps: int, warmup_steps: 
     return peak * (1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
 
 
+def is_decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay reaches ``parameter``: the matrices of linear layers, embeddings, routers, adapters and stacked
+    experts. Biases and the scales of norms are none of them, whatever their shape is: the biases of stacked experts are
+    [experts, features], and norms of queries and keys may be [heads, features]."""
+    *owners, own = name.lower().split(".")
+    of_norm = bool(owners) and NORM.search(owners[-1]) is not None
+    return parameter.ndim >= 2 and not own.endswith("bias") and not of_norm
+
+
 def adamw(
-    parameters: Sequence[nn.Parameter], learning_rate: float, betas: tuple[float, float], weight_decay: float
+    parameters: Mapping[str, nn.Parameter],
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
 ) -> torch.optim.AdamW:
+    """Make the optimizer of ``parameters``, by name; see :func:`is_decayed`."""
+    decayed = [p for name, p in parameters.items() if is_decayed(name, p)]
+    others = [p for name, p in parameters.items() if not is_decayed(name, p)]
     options = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     try:
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas, fused=True)

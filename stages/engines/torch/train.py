@@ -86,10 +86,10 @@ class TorchTrainEngine:
     one, else the CPU) and replaces its attention, norms, linear layers and dropout.
 
     ``token_budget``: tokens fed to the model at once, which bounds the memory of activations; None: the whole batch is one
-    micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None. ``weight_decay`` applies to matrices only.
-    ``temperature``: sampling temperature of the rollouts. ``threads``: torch's number of CPU threads, set at each call. On
-    one device a step is deterministic bit for bit, given the batch and the number of threads, whatever the order of the
-    batch's rows. The engine draws no random numbers.
+    micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None. ``weight_decay`` applies to matrices only,
+    and to no bias of stacked experts. ``temperature``: of the logprobs, that at which the responses were sampled.
+    ``threads``: torch's number of CPU threads, set at each call. On one device a step is deterministic bit for bit, given
+    the batch and the number of threads, whatever the order of the batch's rows. The engine draws no random numbers.
 
     ``kernels``: "plain" leaves norms and linear layers as the model has them, without faster functions of the device.
     ``compute``: dtype of the arithmetic and of :meth:`weights` (default: the model's). A lower one than the model's is mixed
@@ -156,7 +156,7 @@ class TorchTrainEngine:
         self._passes = Passes(self)
         self._value_head = value_head_of(model, self.device) if value_head else {}
         self._trained = {**self._place(compute or model.dtype), **self._value_head}
-        self._optimizer = adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
+        self._optimizer = adamw(self._trained, learning_rate, betas, weight_decay)
 
     def shards(self) -> dict[str, torch.Tensor]:
         """The weights that are trained, as this process holds them, by name, tied ones once: the master weights where there
@@ -250,8 +250,10 @@ class TorchTrainEngine:
         """One optimizer step on ``groups`` in the micro-batches ``plan``."""
         rows = [number for group in groups for number in group.numbers]
         trained = given.trained[rows]
+        least = algorithm.least_group_size if algorithm.unit == "group" else 1
+        compared = [int((given.trained[list(g.numbers)] > 0).sum()) >= least for g in groups]
         total_tokens, total_rows, total_groups, passes = self._agree(
-            int(trained.sum()), int((trained > 0).sum()), len(groups), len(plan)
+            int(trained.sum()), int((trained > 0).sum()), sum(compared), len(plan)
         )
         if not total_tokens:
             raise ValueError("loss_mask: leaves no token of a mini-batch to train on; drop such groups before training")
