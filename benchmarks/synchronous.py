@@ -23,7 +23,7 @@ from tensordict import NonTensorStack, TensorDict
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.planner import prompt_limits
 from orchestration.recipe.schema import Recipe
-from orchestration.rewards.pool import droppers, reward_set
+from orchestration.rewards.pool import reward_set, scored_by
 from orchestration.run.engines import (
     critic_engine,
     reference_engine,
@@ -41,7 +41,7 @@ from stages.gate import columns
 from stages.prompts.sources import Prompt, load_prompts
 from stages.rewards.stage import score_rows
 from stages.rollout.stage import group_seed
-from stages.training.advantage import credits, spared
+from stages.training.advantage import credits, rewards_of_groups, spared
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     difficulty = Difficulty(prompts, recipe.seed) if recipe.prompts.sampling == "difficulty" else None
     keys: dict[int, str] = {}  # of the prompts of groups, with difficulty
     algorithm = algorithm_of(recipe)
-    rewards, dropping = reward_set(recipe), droppers(recipe)
+    rewards, dropping = reward_set(recipe), scored_by(recipe)
     sampling, size, per_step = sampling_of(recipe, tokenizer), recipe.algorithm.group_size, recipe.train.groups_per_step
     rollout, trainer = rollout_engine(recipe, version=0), train_engine(recipe)
     reference = reference_engine(recipe) if recipe.needs_reference else None
@@ -115,10 +115,10 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                     dropping,
                 )
                 results = spared(groups, results, droppable)
-                rewards_of = {group: batch["reward"][at].tolist() for group, at in zip(groups, members, strict=True)}
+                rewards_of = rewards_of_groups(batch, batch["group"].tolist(), members, bool(dropping))
                 dropped = [g for g, result in zip(groups, results, strict=True) if isinstance(result, Drop)]
                 if difficulty is not None:
-                    for group in dropped:
+                    for group in rewards_of.keys() & set(dropped):
                         difficulty.count(keys[group], rewards_of[group])
                 groups = [group for group in groups if group not in dropped]
             for name, column in next(outputs_of(members, results, [0] * len(batch))).rows.items():  # type: ignore[union-attr]
@@ -129,7 +129,8 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
             scored = time.monotonic()
             if difficulty is not None:
                 for group in groups:
-                    difficulty.count(keys[group], rewards_of[group])
+                    if group in rewards_of:
+                        difficulty.count(keys[group], rewards_of[group])
             try:
                 metrics = await asyncio.to_thread(trainer.train_batch, batch, algorithm)
             except FloatingPointError:  # skipped, as a run does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -104,9 +105,10 @@ def read_metrics(path: Path, last_bytes: int = 0) -> Iterator[Event]:
 
 
 def finite_numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the values of ``data``, without those that are not finite."""
-    return {
-        name: float(value)
-        for name, value in data.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    """The numbers among the values of ``data`` that a float holds."""
+    numbers: dict[str, float] = {}
+    for name, value in data.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # an int that is too large
+                numbers[name] = float(value)
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}

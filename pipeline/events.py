@@ -112,8 +112,10 @@ class StepEvent(EventData, kind="step"):
     rows: Annotated[int, Doc("Samples trained.")]
     groups: Annotated[list[int], Doc("Numbers of their groups.")]
     loss: Number = None
-    reward_mean: Number
+    reward_mean: Annotated[Number, Doc("Of the rows that have a reward; null where none has.")]
     reward_std: Number = None
+    reward_failed: Annotated[int, Doc("Rows on which a reward function failed; they are in no mean.")] = 0
+    reward_absent: Annotated[int, Doc("Rows to which no reward function applies; they are in no mean.")] = 0
     staleness_mean: Annotated[Number, Doc("Versions.")] = None
     staleness_p95: Annotated[Number, Doc("Versions.")] = None
     staleness_max: Annotated[Number, Doc("Versions.")] = None
@@ -147,7 +149,7 @@ class Answer(Payload):
 
     prompt: str
     response: str
-    reward: Number
+    reward: Annotated[Number, Doc("Null where a reward function failed, or none applies.")]
 
 
 class EvaluationEvent(EventData, kind="evaluation"):
@@ -155,8 +157,14 @@ class EvaluationEvent(EventData, kind="evaluation"):
 
     version: Version
     step: Annotated[int, Doc("Steps that had been made.")]
-    count: Annotated[int, Doc("Prompts.")]
-    reward_mean: Number
+    count: Annotated[int, Doc("Answers that have a reward.")]
+    failed: Annotated[int, Doc("Answers on which a reward function failed; they are in no mean.")] = 0
+    absent: Annotated[int, Doc("Answers to which no reward function applies; they are in no mean.")] = 0
+    reason: Annotated[str, Doc("Why a reward function failed first in this run.")] = ""
+    reward_mean: Annotated[Number, Doc("Of these `count` answers; null where there is none.")]
+    functions: Annotated[Mapping[str, Number], Doc("Mean score of each reward function, where there are several.")] = (
+        field(default_factory=dict)
+    )
     samples: Sequence[Answer]
     due: Annotated[int | None, Doc("The version that was due, when the engine had gone past it.")] = None
     missed: Annotated[int, Doc("Due versions since the last evaluation that the engine has passed over.")] = 0

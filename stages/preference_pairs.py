@@ -29,7 +29,7 @@ def pair_of(group: Iterable[Sample], margin: float = 0.0) -> Pair | None:
     """The pair of one ``group``: the prompt, the texts with the highest and the lowest reward, the rewards, and the other
     columns of the prompt's row. None where the rewards differ by less than ``margin``, or not at all."""
     members = list(group)
-    scored = [sample for sample in members if sample["reward"] is not None and math.isfinite(sample["reward"])]
+    scored = [sample for sample in members if _has_reward(sample)]
     if not scored:
         return None
     best, worst = (pick(scored, key=lambda sample: float(sample["reward"])) for pick in (max, min))
@@ -45,6 +45,11 @@ def pair_of(group: Iterable[Sample], margin: float = 0.0) -> Pair | None:
         "score_chosen": best["reward"],
         "score_rejected": worst["reward"],
     }
+
+
+def _has_reward(sample: Sample) -> bool:
+    reward = sample["reward"]
+    return reward is not None and math.isfinite(reward) and not sample.get("failed")
 
 
 def export_pairs(run: Path, out: Path, margin: float = 0.0) -> tuple[int, int]:

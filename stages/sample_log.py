@@ -206,6 +206,16 @@ class Recorder:
             name: rows[name].tolist() if name in rows else [None] * len(claim)
             for name in ("truncated", "reward", "scores", "advantage")
         }
+        failures: list[list[str]] = [[] for _ in ids]
+        if self.rewards and "scores" in rows:
+            from stages.rewards.scores import has_failed
+
+            failed = has_failed(rows["scores"])
+            columns["scores"] = rows["scores"].masked_fill(failed, math.nan).tolist()
+            for at in rows["scores"].isnan().all(dim=1).nonzero()[:, 0].tolist():
+                columns["reward"][at] = None
+            for at, column in failed.nonzero().tolist():
+                failures[at].append(self.rewards[column])
         handles = claim.rows
         order = sorted(range(len(handles)), key=lambda at: (handles[at].group, handles[at].place))
         first = {handles[at].group: at for at in reversed(order)}
@@ -221,6 +231,7 @@ class Recorder:
                     name: None if math.isnan(score) else score
                     for name, score in zip(self.rewards, columns["scores"][at] or (), strict=False)
                 },
+                **({"failed": failures[at]} if failures[at] else {}),
                 "advantage": columns["advantage"][at],
                 "tokens": handles[at].tokens,
                 "versions": [list(pair) for pair in zip(versions[at][::2], versions[at][1::2], strict=True)],

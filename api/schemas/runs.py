@@ -293,8 +293,9 @@ class SampleView(BaseModel):
     step: int = Field(description="That trained it.")
     prompt: Text
     response: Text
-    reward: float
-    rewards: dict[str, float | None] = Field(description="Of each reward function; null where it does not apply.")
+    reward: float | None = Field(description="Null where no reward function applies, or there is none.")
+    rewards: dict[str, float | None] = Field(description="Of each function; null where it failed or does not apply.")
+    failed: list[str] = Field([], description="Reward functions that failed on it, and counted as 0.")
     advantage: float | None
     tokens: int = Field(description="Of the response.")
     versions: list[tuple[int, int]] = Field(description="Policy version and tokens, in the response's order.")

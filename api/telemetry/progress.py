@@ -37,6 +37,8 @@ class Made:
     version: int
     reward_mean: float | None
     reward_std: float | None
+    reward_failed: int
+    reward_absent: int
     staleness_mean: float | None
     staleness_max: float | None
     tokens_generated: int

@@ -25,13 +25,13 @@ RAW_SECONDS = 300.0  # up to this range each event is a point: two a second for 
 # Numbers of which a point keeps the last one, by kind.
 LAST: dict[str, frozenset[str] | None] = {
     "step": frozenset({"step", "version", "tokens_generated", "tokens_trained", "tokens_filtered"}),
-    "evaluation": frozenset({"step", "version", "count"}),
+    "evaluation": frozenset({"step", "version", "count", "failed", "absent"}),
     "ledger": None,  # all of it
     "stage": frozenset({"busy", "waiting_input", "waiting_room", "other", "wall", "rows", "tokens", "parked"}),
     "sync": frozenset({"version"}),
 }
 SUM = {
-    "step": frozenset({"rows"}),
+    "step": frozenset({"rows", "reward_failed", "reward_absent"}),
     "sync": frozenset({"bytes", "publish_seconds", "exposed_seconds", "hidden_seconds"}),
 }
 

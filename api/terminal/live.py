@@ -37,6 +37,12 @@ WIDE = 100  # columns from which a wider table is shown
 STARTING = "starting the workers (the first start of a model takes a while)"
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean of those of ``values`` that are finite; NaN where none is."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
     """``values`` as at most ``width`` bars between their least and greatest; more values are averaged in buckets.
 
@@ -45,7 +51,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+        values = [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -76,6 +82,17 @@ def duration(seconds: float | None) -> str:
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def unscored(failed: int, absent: int) -> str:
+    """The responses that a mean reward leaves out.
+
+    >>> unscored(3, 0), unscored(0, 0)
+    ('  (3 failed)', '')
+    """
+    counts = {"failed": failed, "without a reward": absent}
+    text = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    return f"  ({text})" if text else ""
 
 
 def number(value: Any, form: str = ".3g") -> str:
@@ -160,6 +177,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
     if step:
         reward.append(f" ±{number(step.reward_std, '.2f')} ", style="dim")
         reward.append(sparkline(rewards, 24 if width >= WIDE else 12), style="green")
+        reward.append(unscored(step.reward_failed, step.reward_absent))
     left = [
         ("reward", reward),
         ("held out", _held_out(progress)),
@@ -197,7 +215,9 @@ def _held_out(progress: Progress) -> Text:
     if last != first:
         text.append(" → ")
         text.append(number(progress.evaluations[last].reward_mean, ".3f"), style="bold")
-    return text.append(f"  v{last} greedy", style="dim")
+    newest = progress.evaluations[last]
+    text.append(f"  v{last} greedy", style="dim")
+    return text.append(unscored(newest.failed, newest.absent))
 
 
 def _speed(progress: Progress, width: int) -> Text:
@@ -315,7 +335,8 @@ def plain_line(progress: Progress, event: Event) -> str:
             return f"run {progress.name}: {data.state}" + (f" ({data.reason})" if data.reason else "")
         case StepEvent(metrics=metrics):
             return (
-                f"step {data.step + 1}/{progress.steps}  reward {number(data.reward_mean, '.3f')}  "
+                f"step {data.step + 1}/{progress.steps}  reward {number(data.reward_mean, '.3f')}"
+                f"{unscored(data.reward_failed, data.reward_absent)}  "
                 f"loss {number(data.loss, '.4f')}  kl {number(metrics.get('kl_behaviour'), '.2g')}  "
                 f"clipped {_percent(metrics.get('clip_fraction'))}  entropy {number(metrics.get('entropy'), '.3f')}  "
                 f"staleness {number(data.staleness_mean, '.2f')} mean {number(data.staleness_max, '.0f')} max "
@@ -324,7 +345,9 @@ def plain_line(progress: Progress, event: Event) -> str:
             )
         case EvaluationEvent():
             reward = number(data.reward_mean, ".3f")
-            return f"evaluation v{data.version}  reward {reward} of {data.count} held-out prompts"
+            why = f": {data.reason}" if data.reason else ""
+            without = unscored(data.failed, data.absent)
+            return f"evaluation v{data.version}  reward {reward} of {data.count} held-out prompts{without}{why}"
         case AlarmEvent():
             return f"alarm at step {data.step + 1}: {data.reason}. {data.look}"
         case WorkerEvent(change="died" | "restarted"):

@@ -8,6 +8,7 @@ The report is made from ``metrics.jsonl``, so a resumed run is reported as one.
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,14 @@ from rich.table import Table
 
 from api.telemetry.progress import Progress
 from api.telemetry.totals import shares
-from api.terminal.live import duration, number
+from api.terminal.live import duration, mean, number, unscored
 from api.terminal.screen import pairs_table
 from orchestration.events_file import METRICS, finite, read_metrics
 from orchestration.recipe.devices import assign, on_this_node, shown
 from orchestration.recipe.planner import Plan, prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
+from pipeline.events import EvaluationEvent
 from stages.prompts.too_long import TOO_LONG_FILE
 
 SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
@@ -116,13 +118,17 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "reward_first_steps": first,
         "reward_last_steps": final,
         "reward_gain": None if first is None or final is None else final - first,
+        "reward_failed": sum(step.reward_failed for step in history),
+        "reward_absent": sum(step.reward_absent for step in history),
         "steps_compared": compared,
         "held_out_first": evaluations[0].reward_mean if evaluations else None,
         "held_out_last": evaluations[-1].reward_mean if evaluations else None,
         "evaluation": {
             "count": len(evaluations),
             "missed": sum(one.missed for one in evaluations),
-            "rows": sum(one.count for one in evaluations),
+            "rows": sum(one.count + one.failed + one.absent for one in evaluations),
+            "failed": sum(one.failed for one in evaluations),
+            "absent": sum(one.absent for one in evaluations),
             "tokens": sum(one.tokens for one in evaluations),
             "seconds": sum(one.seconds or 0.0 for one in evaluations),
             "engine_seconds": sum((one.seconds or 0.0) * (one.share or 0.0) for one in evaluations),
@@ -172,7 +178,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     dropped = dropped_text({reason: (found["groups"], found["tokens"]) for reason, found in summary["dropped"].items()})
     return pairs_table(
         ("steps", f"{summary['steps']} of {summary['steps_planned']} in {duration(summary['seconds'])}"),
-        ("reward", f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} steps)"),
+        (
+            "reward",
+            f"{first} → {last}  ({number(gain, '+.3f')}, mean of the first and last {compared} steps)"
+            + unscored(summary["reward_failed"], summary["reward_absent"]),
+        ),
         ("held out", "" if summary["held_out_first"] is None else f"{before} → {after}  (greedy)"),
         ("evaluation", evaluation_text(summary["evaluation"])),
         ("speed", speed_text(summary)),
@@ -207,7 +217,8 @@ def evaluation_text(cost: Mapping[str, Any]) -> str:
     share = cost["engine_seconds"] / cost["seconds"] if cost["seconds"] else 0.0
     text = f"{cost['count']} of {cost['rows']:,} rows and {cost['tokens']:,} tokens, in {duration(cost['seconds'])}"
     text += f" at {share:.0%} of an engine, as {cost['engine_seconds']:,.1f} s of all of it"
-    return text + (f"; {cost['missed']} due were passed over" if cost["missed"] else "")
+    text += f"; {cost['missed']} due were passed over" if cost["missed"] else ""
+    return text + unscored(cost["failed"], cost["absent"])
 
 
 def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:
@@ -236,7 +247,9 @@ def resume_text(saved: int, steps: int, made: int = 0) -> str:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+    """The mean of those of ``values`` that are finite; None where none is."""
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else None
 
 
 def _trained(recipe: Recipe, plan: Plan) -> str:
@@ -302,9 +315,9 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """Centred moving average over ``span`` values, fewer at the ends."""
+    """Centred moving average over ``span`` values, fewer at the ends, without those that are not finite."""
     half = span // 2
-    return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+    return [mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def write_plot(path: Path, progress: Progress) -> None:
@@ -324,7 +337,8 @@ def write_plot(path: Path, progress: Progress) -> None:
     reward.plot(steps, smooth(rewards, span), color=BLUE, linewidth=2, label=f"mean of {span} steps")
     if progress.evaluations:
         versions = sorted(progress.evaluations)
-        held_out = [progress.evaluations[version].reward_mean for version in versions]
+        scores = [progress.evaluations[version].reward_mean for version in versions]
+        held_out = [math.nan if score is None else score for score in scores]
         style = {"color": ORANGE, "marker": "D", "linewidth": 1, "linestyle": "--", "markersize": 5}
         reward.plot(versions, held_out, label="held out, greedy", **style)
     reward.set_ylabel("reward")
@@ -358,8 +372,7 @@ def samples_markdown(progress: Progress) -> str:
     lines = [
         f"# {progress.name}: held-out prompts before and after",
         "",
-        f"Greedy answers. Mean reward of {first.count} prompts: {number(first.reward_mean, '.3f')} with version "
-        f"{first.version}, {number(last.reward_mean, '.3f')} with version {last.version}.",
+        f"Greedy answers. Mean reward: {_scored(first)}, {_scored(last)}.",
     ]
     before = {sample.prompt: sample for sample in first.samples}  # a prompt asked twice is shown once
     for at, (prompt, sample) in enumerate(before.items(), start=1):
@@ -378,6 +391,12 @@ def samples_markdown(progress: Progress) -> str:
             f"| reward {rewards[0]} | reward {rewards[1]} |",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _scored(evaluation: EvaluationEvent) -> str:
+    """Such as "0.250 of 4 prompts with version 3  (1 failed)"."""
+    score = f"{number(evaluation.reward_mean, '.3f')} of {evaluation.count} prompts with version {evaluation.version}"
+    return score + unscored(evaluation.failed, evaluation.absent)
 
 
 def _cell(text: str) -> str:

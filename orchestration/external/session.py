@@ -43,7 +43,7 @@ from stages.external_checks import (
 from stages.flow.catalogue import RESPONSE
 from stages.prompts.external import put_prompts
 from stages.rollout.stage import PROGRESS, group_seed
-from stages.training.update import step_event
+from stages.training.update import REWARDS, step_event
 
 CLAIMED = "running"  # the state in which rows can be claimed: a run that starts has no warehouse yet
 MOST_ROWS = 4096  # of one claim
@@ -271,11 +271,14 @@ class External(ExternalWeights):
         claim, _ = await self._lease(token, owner)
         if claim.stage != "update":
             raise Misfit("step", f"is not for stage {claim.stage!r}", "put the columns that it makes")
-        reward = (await (await self._warehouses()).fetch_packed(claim, ["reward"]))["reward"].values
+        names = REWARDS[: 1 + self.recipe.runs_stage("reward")]
+        dock = await self._warehouses()
+        read = await dock.fetch_packed(claim, [name for name in names if name in dock.schema])
+        rewards = {name: column.values for name, column in read.items()}
         ledger, now = await self.index.ledger(), time.time()
         since = float(await self.index.get("stepped") or now)
         stale = (step - claim.oldest_version.astype(int)).tolist()
-        event = step_event(step, claim, reward, stale, metrics, ledger, (now - since, now - since))
+        event = step_event(step, claim, rewards, stale, metrics, ledger, (now - since, now - since))
         version = await self.index.train(claim, step, event)
         self._times.put(claim, 0, int(claim.tokens.sum()))
         await self.index.put("stepped", repr(now))

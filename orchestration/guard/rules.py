@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PROBE, TOKENIZER, DROPPED = "probe", "tokenizer", "dropped_groups"  # alarms of workers
+# Alarms of workers.
+PROBE, TOKENIZER, DROPPED, SCORES = "probe", "tokenizer", "dropped_groups", "reward_scores"
 
 
 @dataclass(frozen=True)
@@ -121,4 +122,5 @@ TRENDS = (
         beyond=0.5,
     ),
 )
-METRICS = (PROBE, TOKENIZER, DROPPED, *(rule.metric for rule in (EQUAL_WEIGHTS, RESUMED, CONSTANT, COLLAPSED, *TRENDS)))
+RULES = (EQUAL_WEIGHTS, RESUMED, CONSTANT, COLLAPSED, *TRENDS)
+METRICS = (PROBE, TOKENIZER, DROPPED, SCORES, *(rule.metric for rule in RULES))

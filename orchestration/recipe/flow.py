@@ -42,7 +42,7 @@ def flow_of(recipe: Recipe) -> Flow:
     )
     rated: Columns = {"reward": "float32"} if recipe.prompts.sampling == "difficulty" else {}
     flow = resolve(algorithm, stages, truncated, rated)
-    if recipe.reward.on_error == "drop" and recipe.runs_stage("reward") and "reward" in flow:
+    if recipe.runs_stage("reward") and "reward" in flow:
         return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]", **rated})
     return flow
 

@@ -56,11 +56,11 @@ def reward_set(recipe: Recipe, pool: Caller | None = None) -> RewardSet:
     return RewardSet([(function.name, function.weight) for function in section.functions], policy=policy, pool=pool)
 
 
-def droppers(recipe: Recipe) -> tuple[str, ...]:
-    """The functions whose failure drops a group, in the order of the column ``scores``; none where failures are handled
-    otherwise, or another program scores."""
-    drops = recipe.reward.on_error == "drop" and recipe.runs_stage("reward")
-    return tuple(function.name for function in recipe.reward.functions) if drops else ()
+def scored_by(recipe: Recipe) -> tuple[str, ...]:
+    """The functions that a run of ``recipe`` calls, in the order of the column ``scores``; none where another program
+    scores."""
+    names = tuple(function.name for function in recipe.reward.functions)
+    return names if recipe.runs_stage("reward") else ()
 
 
 class RewardPool(Caller):
@@ -95,7 +95,7 @@ class RewardPool(Caller):
             if self._log.stat().st_size > LOG_BYTES:
                 os.truncate(self._log, 0)
         if "error" in answer:
-            raise CallFailed(answer["error"], answer["place"])
+            raise CallFailed(answer["error"], answer["place"], misfit=answer["misfit"])
         scores: Scores = answer["scores"]
         return scores
 

@@ -1,7 +1,7 @@
 """A process that calls reward functions. Its standard input is a socket to the pool (:mod:`orchestration.rewards.pool`).
 
     start: limits ─▶ import the functions ─▶ what they take ──▶ pool        message: its length in 4 bytes, then JSON
-    pool ──▶ {id, name, arguments, rows, timeout} ─▶ call ─▶ {id, scores}, or {id, error, place, last} ──▶ pool
+    pool ──▶ {id, name, arguments, rows, timeout} ─▶ call ─▶ {id, scores}, or {id, error, place, misfit, last} ──▶ pool
 
 ``last``: the process has reached its limit of memory, and ends. Plain functions are called one at a time by the main thread,
 outside of any event loop: code that sets signal handlers, or that runs an event loop of its own, works. With ``concurrent``,
@@ -125,13 +125,13 @@ async def _answer_concurrently(
 def _scored(request: dict[str, Any], result: Any) -> dict[str, Any]:
     try:
         return {"id": request["id"], "scores": plain_scores(result, request["rows"])}
-    except BaseException as error:
-        wrong = error if isinstance(error, CallFailed) else CallFailed(f"returned what cannot be read ({error!r:.200})")
-        return _failure(request, wrong)
+    except CallFailed as misfit:
+        return _failure(request, misfit)
 
 
 def _failure(request: dict[str, Any], failure: CallFailed) -> dict[str, Any]:
-    return {"id": request["id"], "error": str(failure), "place": failure.place, "last": _is_full()}
+    reason = {"error": str(failure), "place": failure.place, "misfit": failure.misfit}
+    return {"id": request["id"], **reason, "last": _is_full()}
 
 
 def _is_full() -> bool:

@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from decimal import Decimal
 from typing import Any, Protocol
 
 from stages.rewards.registry import RewardFunctions
 from stages.user_code import call, place_of
 
-Scores = list[float | None]  # one for each row; None: the function does not apply
+Score = float | None | str  # None: the function does not apply; a text: why the row has no score
+Scores = list[Score]  # one for each row
 LARGEST = 3.4e38  # float32 holds it
 Arguments = Mapping[str, list[Any]]  # one value for each row, of each name; "completions" is always there
 
 
 class CallFailed(RuntimeError):
     """A call of a reward function gave no scores. The message says why, as what follows the function's name; ``place`` is
-    the file and line, where known. ``shared``: the process ended while other calls ran in it too, which may be the cause."""
+    the file and line, where known. ``shared``: the process ended while other calls ran in it too, which may be the cause.
+    ``misfit``: the function returned, and not one score for each row. Calls of single rows would hide that."""
 
-    def __init__(self, message: str, place: str = "", *, shared: bool = False) -> None:
+    def __init__(self, message: str, place: str = "", *, shared: bool = False, misfit: bool = False) -> None:
         super().__init__(message)
-        self.place, self.shared = place, shared
+        self.place, self.shared, self.misfit = place, shared, misfit
 
 
 class Caller(Protocol):
@@ -84,29 +88,60 @@ def selected(arguments: Arguments, names: Sequence[str] | None) -> dict[str, lis
 
 
 def plain_scores(result: Any, rows: int) -> Scores:
-    """What a function returned, as plain numbers. Raises CallFailed unless it is a finite number, or None, for each row."""
-    if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
-        raise CallFailed(f"returned a {type(result).__name__}; a list of {rows} numbers is wanted")
-    if len(result) != rows:
-        raise CallFailed(f"returned {len(result)} scores for {rows} rows; one for each is wanted")
-    scores: Scores = []
-    for score in result:
-        if getattr(score, "ndim", None) == 0:  # of a tensor, or of a numpy array
+    """What a function returned for ``rows`` rows, as plain values. A list, a tuple, an iterator, a tensor or an array [N] or
+    [N, 1] of numbers will do. Raises CallFailed, a misfit, unless there is one value for each row."""
+    try:
+        values = _values(result, rows)
+    except CallFailed:
+        raise
+    except (Exception, SystemExit) as error:  # code of the user: an iterator, or a class with a length
+        raise CallFailed(f"returned what cannot be read: {_shown(error)}", misfit=True) from error
+    if len(values) != rows:
+        count = f"more than {rows}" if isinstance(result, Iterator) and len(values) > rows else len(values)
+        raise CallFailed(f"returned {count} scores for {rows} rows; one for each is wanted", misfit=True)
+    return [_plain_score(value) for value in values]
+
+
+def _values(result: Any, rows: int) -> list[Any]:
+    """The values of ``result``; of an iterator, which may have no end, one more than wanted at most."""
+    shape = tuple(getattr(result, "shape", ()))
+    has_order = isinstance(result, Iterable) and not isinstance(result, str | bytes | bytearray | Mapping | Set)
+    if not has_order or getattr(result, "ndim", 1) == 0:
+        wanted = f"a list of {rows} numbers is wanted"
+        raise CallFailed(f"returned a {type(result).__name__}; {wanted}", misfit=True)
+    if len(shape) > 1 and shape != (rows, 1):
+        wanted = f"[{rows}] is wanted"
+        raise CallFailed(f"returned a {type(result).__name__} of shape {[*shape]}; {wanted}", misfit=True)
+    if isinstance(result, Iterator):
+        return list(itertools.islice(result, rows + 1))
+    return list(result)
+
+
+def _plain_score(score: Any) -> Score:
+    """The score of one row, as a number, or None; a text says why it is neither."""
+    try:
+        if 0 <= getattr(score, "ndim", -1) <= 1 and score.shape in ((), (1,)):  # of a tensor, or of an array
             score = score.item()
-        if score is not None and not isinstance(score, numbers.Real):
-            raise CallFailed(f"returned {score!r:.100} as a score; a number, or None, is wanted")
-        if score is not None and not abs(float(score)) <= LARGEST:
-            raise CallFailed(f"returned {score} as a score; a finite number, or None, is wanted")
-        scores.append(None if score is None else float(score))
-    return scores
+        if score is None:
+            return None
+        if not isinstance(score, numbers.Real | Decimal):
+            return f"returned {score!r:.100} as a score; a number, or None, is wanted"
+        if not abs(float(score)) <= LARGEST:
+            return f"returned {score!s:.100} as a score; a finite number, or None, is wanted"
+        return float(score)
+    except (Exception, SystemExit) as error:  # such as an int that no float can hold
+        return f"returned a {type(score).__name__} that cannot be read as a score: {_shown(error)}"
 
 
 def raised(error: BaseException, function: Callable[..., Any]) -> CallFailed:
+    return CallFailed(f"raised {_shown(error)}", place_of(error, function))
+
+
+def _shown(error: BaseException) -> str:
     try:
-        shown = f"{error!r:.500}"
+        return f"{error!r:.500}"
     except Exception:
-        shown = f"an {type(error).__name__} that cannot be shown"
-    return CallFailed(f"raised {shown}", place_of(error, function))
+        return f"an {type(error).__name__} that cannot be shown"
 
 
 def too_slow(timeout: float, rows: int) -> CallFailed:

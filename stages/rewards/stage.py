@@ -1,13 +1,16 @@
 """The reward stage: calls several weighted functions, in TRL's signature, with a batch of finished responses.
 
     prompts, completions, token ids, columns ──▶ each function, by its caller ──▶ scores [B, K] · weights ──▶ total [B]
-                          ▲                          │ failed
+                          ▲                          │ raised, took too long, died
                           └── each row alone ◀────────┘ … fails again: the run fails, the score is 0, or the group is dropped
+                                                              returned no score for a row: that row fails at once
+                                                              returned more or fewer than rows: all rows fail at once
 
 A reward function is ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or async. It gets
 the arguments that it names, or all of them with ``**columns``. ``columns`` are the other columns of the prompts' rows, one
 value per response, and those columns of the recipe's own stages that a function names. Where a prompt is a conversation, its
 completion is one too: ``[{"role": "assistant", "content": ...}]``. ``None``: the function does not apply to the response.
+A response to which no function applies has no reward: it is in no mean (:mod:`stages.rewards.scores`).
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ import torch
 from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
-from pipeline.index.client import Claim
+from pipeline.events import AlarmEvent
+from pipeline.index.client import Claim, Index
 from stages.models import Tokenizer
 from stages.prompts.tasks import HARMLESS
-from stages.rewards.calls import Arguments, Caller, CallFailed, LocalCaller, Scores
+from stages.rewards.calls import LARGEST, Arguments, Caller, CallFailed, LocalCaller, Score
 from stages.rewards.registry import RESERVED, RewardError
+from stages.rewards.scores import FAILED, FAILED_AS_ZERO, RewardScores, number_of
 
 FETCHES = ("given", "fields", "response_ids")
 ROWS_AT_ONCE = 64  # of one claim; rows that became ready together are scored together
@@ -38,7 +43,9 @@ LEAST_ROWS = 8  # of a call: fewer are not divided over several processes
 # Samples of which the share of failures is taken, and how many count at the beginning as if scored.
 RECENT, FIRST = 256, 32
 BACKOFF_SECONDS, LONGEST_BACKOFF = 0.1, 10.0  # before the second call of a row alone, growing fourfold; at most
-FAILED = math.inf  # the score of a function that failed on a row whose group is to be dropped
+
+METRIC = "reward_scores"  # of the alarm
+LOOK = "Correct the function: it must return one number, or None, for each completion, in their order."
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -47,28 +54,15 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class ErrorPolicy:
     """What is done about a reward function that fails: that raises, returns no scores, takes more than ``timeout`` seconds
-    for a call, or ends its process. The rows of a failed call are called alone, and ``retries`` times more. A row that
-    fails each time is a failed sample: the run fails, the function's score is 0, or the sample's group is dropped. The run
-    also fails when more than ``max_error_share`` of the last :data:`RECENT` samples of a function failed."""
+    for a call, or ends its process. The rows of a failed call are called alone, and ``retries`` times more; but where the
+    function has returned, its rows without a score, or all where it has not one for each, have failed. A row that fails is
+    a failed sample: the run fails, the function's score is 0, or the sample's group is dropped. The run also fails when
+    more than ``max_error_share`` of the last :data:`RECENT` samples of a function failed."""
 
     timeout: float = 60.0
     retries: int = 2
     on_error: Literal["fail", "zero", "drop"] = "drop"
     max_error_share: float = 0.25
-
-
-@dataclass(frozen=True)
-class RewardScores:
-    """``scores`` float32 [B, K]: one column per function, NaN where it does not apply, :data:`FAILED` where it failed and
-    the group is to be dropped. ``total`` float32 [B]: the sum of score times weight, in which these two count as 0."""
-
-    scores: torch.Tensor
-    total: torch.Tensor
-
-    @property
-    def failed(self) -> torch.Tensor:
-        """bool [B, K]"""
-        return self.scores.isinf()
 
 
 class RewardSet:
@@ -99,6 +93,8 @@ class RewardSet:
         self._callers = [local if pool is None or name in HARMLESS else pool for name in self.names]
         self._policy = policy
         self._recent: dict[str, deque[bool]] = {name: deque(maxlen=RECENT) for name in self.names}  # whether it failed
+        self.failures: dict[str, str] = {}  # the reason of each function's first one
+        self.misfits: dict[str, str] = {}  # of those, where it did not return one score for each row
 
     async def open(self) -> None:
         """Find the functions, where that was not done before. Raises :class:`RewardError`."""
@@ -137,13 +133,12 @@ class RewardSet:
         if len(set(lengths.values())) != 1:
             raise RewardError(f"rewards: as many values are needed of each, but there are {lengths}")
         found = await _all(self._column(*each, given) for each in zip(self.names, self._callers, strict=True))
-        columns_of = [[math.nan if score is None else score for score in column] for column in found]
-        scores = torch.tensor(columns_of, dtype=torch.float32).T.contiguous()
-        for row in scores.isnan().all(dim=1).nonzero()[:, 0].tolist():
-            log.warning("no reward function applies; the response gets 0", row=row, functions=self.names)
+        scores = torch.tensor(found, dtype=torch.float32).T.contiguous()
+        if absent := int(scores.isnan().all(dim=1).sum()):
+            log.warning("no reward function applies to responses", responses=absent, functions=self.names)
         return RewardScores(scores, scores.nan_to_num(nan=0.0, posinf=0.0) @ self.weights)
 
-    async def _column(self, name: str, caller: Caller, given: Arguments) -> Scores:
+    async def _column(self, name: str, caller: Caller, given: Arguments) -> list[float]:
         """Scores of one function, called with parts of the rows as large as its caller can call at the same time."""
         rows = len(given["completions"])
         size = max(LEAST_ROWS, -(-rows // caller.parallel))
@@ -151,24 +146,28 @@ class RewardSet:
         parts = await _all(self._part(name, caller, _slice(given, at, at + size)) for at in starts)
         return [score for part in parts for score in part]
 
-    async def _part(self, name: str, caller: Caller, given: Arguments) -> Scores:
-        rows = len(given["completions"])
+    async def _part(self, name: str, caller: Caller, given: Arguments) -> list[float]:
+        rows = range(len(given["completions"]))
         try:
             scores = await caller.call(name, given, self._policy.timeout)
         except CallFailed as error:
-            of_others = rows > 1 or error.shared  # it may not be the row's own failure
+            if error.misfit:
+                return [self._failed(name, given, at, error) for at in rows]
+            of_others = len(rows) > 1 or error.shared  # it may not be the row's own failure
             log.warning(
-                "a reward function failed; its rows are scored one by one", reward=name, rows=rows, error=str(error)
+                "a reward function failed; its rows are scored one by one",
+                reward=name,
+                rows=len(rows),
+                error=str(error),
             )
-            alone = (self._alone(name, caller, _slice(given, at, at + 1), error, of_others) for at in range(rows))
-            return await _all(alone)
-        self._recent[name].extend([False] * rows)
-        return scores
+            return await _all(self._alone(name, caller, given, at, error, of_others) for at in rows)
+        return [self._number(name, given, at, score) for at, score in enumerate(scores)]
 
     async def _alone(
-        self, name: str, caller: Caller, row: Arguments, error: CallFailed, of_others: bool
-    ) -> float | None:
-        """The score of one row after a call that failed with ``error``."""
+        self, name: str, caller: Caller, given: Arguments, at: int, error: CallFailed, of_others: bool
+    ) -> float:
+        """The score of the row ``at`` after a call that failed with ``error``."""
+        row = {argument: values[at : at + 1] for argument, values in given.items()}
         for attempt in range(0 if of_others else 1, self._policy.retries + 1):
             if attempt:
                 await asyncio.sleep(min(LONGEST_BACKOFF, BACKOFF_SECONDS * 4 ** (attempt - 1)))
@@ -176,25 +175,40 @@ class RewardSet:
                 (score,) = await caller.call(name, row, self._policy.timeout, alone=True)
             except CallFailed as again:
                 error = again
+                if error.misfit:
+                    break
             else:
-                self._recent[name].append(False)
-                return score
-        return self._failed(name, row, error)
+                return self._number(name, given, at, score)
+        return self._failed(name, given, at, error)
 
-    def _failed(self, name: str, row: Arguments, error: CallFailed) -> float:
-        """The score of a row that cannot be scored. Raises :class:`RewardError` where the run is to fail."""
+    def _number(self, name: str, given: Arguments, at: int, score: Score) -> float:
+        """What a function returned for the row ``at``: its score, or NaN where it does not apply."""
+        weight = abs(float(self.weights[self.names.index(name)]))
+        if isinstance(score, float) and abs(score) * weight * len(self.names) > LARGEST:
+            score = f"returned {score} as a score, which is too large for its weight of {weight:g}"
+        if isinstance(score, str):
+            return self._failed(name, given, at, CallFailed(score))
+        self._recent[name].append(False)
+        return math.nan if score is None else number_of(score)
+
+    def _failed(self, name: str, given: Arguments, at: int, error: CallFailed) -> float:
+        """The score of the row ``at``, which cannot be scored. Raises :class:`RewardError` where the run is to fail."""
         policy, recent = self._policy, self._recent[name]
         recent.append(True)
-        prompt, completion = row["prompts"][0], row["completions"][0]
+        prompt, completion = given["prompts"][at], given["completions"][at]
         place = f" ({error.place})" if error.place else ""
-        reason = f"reward {name!r} {error} at prompt {prompt!r:.200}, completion {completion!r:.200}{place}"
+        row = "" if error.misfit else f" at prompt {prompt!r:.200}, completion {completion!r:.200}"
+        reason = f"reward {name!r} {error}{row}{place}"
         if policy.on_error == "fail":
             raise RewardError(f"{reason}; correct it, or set reward.on_error to 'drop' or 'zero'")
         if sum(recent) > policy.max_error_share * max(FIRST, len(recent)):
             failures = f"it failed for {sum(recent)} of the last {len(recent)} samples"
             raise RewardError(f"{reason}; {failures}, more than reward.max_error_share = {policy.max_error_share:g}")
+        self.failures.setdefault(name, reason)
+        if error.misfit:
+            self.misfits.setdefault(name, reason)
         log.warning("a sample could not be scored", reason=reason, on_error=policy.on_error)
-        return FAILED if policy.on_error == "drop" else 0.0
+        return FAILED if policy.on_error == "drop" else FAILED_AS_ZERO
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -211,13 +225,35 @@ def _slice(given: Arguments, first: int, last: int) -> Arguments:
     return {name: values[first:last] for name, values in given.items()}
 
 
+class MisfitAlarm:
+    """Raises an alarm the first time that a function of ``rewards`` does not return one score for each row."""
+
+    def __init__(self, index: Index, worker: str) -> None:
+        self._index, self._worker = index, worker
+        self._reported: set[str] = set()
+
+    async def report(self, rewards: RewardSet) -> None:
+        for name in [*rewards.misfits.keys() - self._reported]:
+            self._reported.add(name)
+            step = (await self._index.status()).trained
+            reason = f"{METRIC}: {rewards.misfits[name]}"
+            alarm = AlarmEvent(metric=METRIC, step=step, value=1.0, reason=reason, look=LOOK, worker=self._worker)
+            await self._index.emit(alarm)
+
+
 class Reward(Stage):
     """The stage: claims finished responses one by one or many at once, as they come, and scores them."""
 
     name = "reward"
 
-    def __init__(self, rewards: RewardSet, tokenizer: Tokenizer, fetches: tuple[str, ...] = FETCHES) -> None:
-        self.rewards, self.tokenizer, self.fetches = rewards, tokenizer, fetches
+    def __init__(
+        self,
+        rewards: RewardSet,
+        tokenizer: Tokenizer,
+        fetches: tuple[str, ...] = FETCHES,
+        alarm: MisfitAlarm | None = None,
+    ) -> None:
+        self.rewards, self.tokenizer, self.fetches, self._alarm = rewards, tokenizer, fetches, alarm
 
     def room(self, held: int) -> int:
         return ROWS_AT_ONCE
@@ -225,6 +261,8 @@ class Reward(Stage):
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         reads = [name for name in self.fetches if name not in FETCHES]
         scores = await score_rows(self.rewards, self.tokenizer, rows, reads)
+        if self._alarm is not None:
+            await self._alarm.report(self.rewards)
         yield Output(
             range(len(claim)),
             {"reward": scores.total, "scores": scores.scores},

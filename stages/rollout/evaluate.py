@@ -29,6 +29,7 @@ from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, Sa
 from stages.models import Tokenizer
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import PromptSource
+from stages.rewards.scores import has_failed, mean_of
 from stages.rewards.stage import RewardSet, score_rows
 
 WAIT_SECONDS = 1.0  # room is asked for again this often
@@ -117,17 +118,24 @@ class Evaluation:
         rows["given"] = NonTensorStack(*(json.dumps(prompt.given) for prompt in evaluator.prompts))
         rows["fields"] = NonTensorStack(*(json.dumps(prompt.fields, default=str) for prompt in evaluator.prompts))
         scores = await score_rows(evaluator.rewards, evaluator.tokenizer, rows)
+        counted, failed = scores.counted, has_failed(scores.scores)
+        rewards = [float(total) if has else None for total, has in zip(scores.total, counted, strict=True)]
+        names = evaluator.rewards.names
         return EvaluationEvent(
             version=self.version,
             last_version=self.last_version,
             step=self.version,
-            count=len(answers),
-            reward_mean=float(scores.total.mean()),
+            count=int(counted.sum()),
+            failed=int(failed.any(dim=1).sum()),
+            absent=int(scores.scores.isnan().all(dim=1).sum()),
+            reason=next(iter(evaluator.rewards.failures.values()), "") if bool(failed.any()) else "",
+            reward_mean=mean_of(scores.total, counted),
+            functions=scores.means(names) if len(names) > 1 else {},
             samples=[
                 Answer(
                     prompt=question(evaluator.prompts[i]),
                     response=str(evaluator.tokenizer.decode(answers[i].token_ids.tolist(), skip_special_tokens=True)),
-                    reward=float(scores.total[i]),
+                    reward=rewards[i],
                 )
                 for i in range(min(evaluator.samples, len(answers)))
             ],

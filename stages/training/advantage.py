@@ -13,7 +13,9 @@ with fewer than the algorithm's credit compares, and with either one that lacks 
 (``Algorithm.unit``). The index drops whole groups only, so single rows stay in their group, masked (:data:`MASK`), and the
 ledger counts them as trained; the train engine does not compute them.
 
-A group with a row on which a reward function failed is dropped, and credit does not see it.
+A group with a row on which a reward function failed is dropped, and credit does not see it. A row to which no function
+applies has no reward: credit is that of the others, and its own is zeros, as in TRL. Where credit is not an advantage of
+rows, or compares more rows than have a reward, such a group is dropped.
 
 Of the groups that credit drops because they teach nothing, a step drops a bounded number (``algorithm.max_refill``). Further
 ones are trained with credit that teaches nothing (:func:`spared`), so no run generates for ever, whatever its prompts.
@@ -37,8 +39,10 @@ from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, p
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
 from stages.flow.declarations import Drop
 from stages.flow.resolver import passed_column
+from stages.rewards.scores import has_reward
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated
+ABSENT = "no reward function applies"  # reason of a group with too few responses that have a reward
 METRIC = "dropped_groups"  # of the alarm when no group teaches
 LOOK = (
     "Nothing is learned, and tokens are generated for it. Look at the newest samples and what the reward functions return: "
@@ -70,7 +74,7 @@ class DropAlarm:
 
 class Advantage(Stage):
     """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says. ``rewards``: the functions, in
-    the order of ``scores``, whose failure drops a group. ``rated``: the index that keeps the pass rates of prompts.
+    the order of ``scores``; none where these are not read. ``rated``: the index that keeps the pass rates of prompts.
     ``alarm`` watches that not all groups are dropped. ``refill``: the index that knows how far a step is, and the number of
     groups that it may drop; None: any number. ``masked``: a stage before this one makes ``loss_mask``."""
 
@@ -103,9 +107,8 @@ class Advantage(Stage):
         if self._alarm is not None:
             await self._alarm.add(results)
         if self._rated is not None:  # before the commit, by which the groups may leave
-            failed = rows["scores"].isinf().any(dim=1) if self.rewards else torch.zeros(len(groups), dtype=torch.bool)
-            whole = [at for at in members if not failed[at].any()]
-            await self._rated.put_outcomes({groups[at[0]]: outcome(rows["reward"][at].tolist()) for at in whole})
+            rewards = rewards_of_groups(rows, groups, members, bool(self.rewards))
+            await self._rated.put_outcomes({group: outcome(of_group) for group, of_group in rewards.items()})
         if self._refill is not None and any(isinstance(result, Drop) and result.instead for result in results):
             index, most = self._refill
             numbers = [groups[at[0]] for at in members]
@@ -115,6 +118,19 @@ class Advantage(Stage):
                 await index.spare_groups(kept)
         for output in outputs_of(members, results, tokens):
             yield output
+
+
+def rewards_of_groups(
+    rows: TensorDict, groups: Sequence[int], members: Iterable[list[int]], scored: bool
+) -> dict[int, list[float]]:
+    """The rewards of each group by its number, for the pass rate of its prompt: of the rows that have one (``scored``: as
+    the column ``scores`` says). A group that is to be dropped for a failure, or has none, is left out."""
+    counted, dropped = torch.ones(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
+    if scored:
+        counted, dropped = has_reward(rows["scores"]), rows["scores"].isinf().any(dim=1)
+    whole = [at for at in members if not dropped[at].any()]
+    of_groups = {groups[at[0]]: rows["reward"][at][counted[at]].tolist() for at in whole}
+    return {group: of_group for group, of_group in of_groups.items() if of_group}
 
 
 def spared(groups: Sequence[int], results: Sequence[Result], below: int) -> list[Result]:
@@ -135,55 +151,63 @@ def credits(
     rewards: Sequence[str] = (),
 ) -> tuple[list[list[int]], list[Result]]:
     """The credit of each group of ``rows``, and the positions of its rows. ``groups`` names the group of each row;
-    ``tokens`` has the length of each response, which "train" does not need. A group in which one of the functions
-    ``rewards`` failed is dropped."""
+    ``tokens`` has the length of each response. A group in which one of the functions ``rewards`` failed is dropped."""
     optional = [name for name in algorithm.credit_optional if name in rows]
     read = (*algorithm.credit_reads, *optional) if algorithm.credit_makes else ()
     columns, members = plain_columns(rows, read), groups_of(groups)
     failed = rows["scores"].isinf() if rewards else torch.zeros(len(rows), 0)
+    absent = rows["scores"].isnan().all(dim=1) if rewards else torch.zeros(len(rows), dtype=torch.bool)
     results: list[Result] = []
     for at in members:
         group = {name: rows_at(column, at) for name, column in columns.items()}
         if failures := failed[at].any(dim=0).nonzero()[:, 0].tolist():
             results.append(Drop(f"reward {rewards[failures[0]]} failed"))
-        elif truncated != "train":
-            cut, lengths = rows["truncated"][at].tolist(), [tokens[row] for row in at]
-            results.append(_credit_of_rest(algorithm, group, cut, lengths, leave_out=truncated == "drop"))
-        elif algorithm.credit_makes:
-            results.append(algorithm.credit(group))
-        else:  # the stage drops groups, and does nothing else
-            results.append({passed_column(CREDIT): torch.ones(len(at), dtype=torch.bool)})
+            continue
+        cut = rows["truncated"][at].tolist() if truncated != "train" else [False] * len(at)
+        lengths = [tokens[row] for row in at] if tokens else [0] * len(at)
+        results.append(_credit(algorithm, group, cut, absent[at].tolist(), lengths, truncated))
     return members, results
 
 
-def _credit_of_rest(
+def _credit(
     algorithm: AlgorithmLike,
     group: Mapping[str, Any],
     truncated: Sequence[bool],
+    absent: Sequence[bool],
     tokens: Sequence[int],
-    *,
-    leave_out: bool,
+    how: Truncated,
 ) -> Result:
-    """The credit of one group, and the mask of its responses that are not ``truncated``. ``leave_out``: credit gets these
-    alone, and is 0 for the others. Or a Drop, where they are too few."""
-    rest = [row for row, cut in enumerate(truncated) if not cut]
-    least = max(1, algorithm.least_group_size) if leave_out and algorithm.credit_makes else 1
-    if len(rest) < (len(truncated) if algorithm.unit == "group" else least):
+    """The credit of one group, and, but with "train", the mask of its responses that are not ``truncated``. Credit gets
+    neither these, with "drop", nor those whose reward is ``absent``, and is 0 for them. Or a Drop, where too few are left,
+    or where a 0 would teach something."""
+    least = max(1, algorithm.least_group_size) if algorithm.credit_makes else 1
+    uncut = truncated.count(False)
+    if how != "train" and uncut < (len(truncated) if algorithm.unit == "group" else least if how == "drop" else 1):
         return Drop(DROPPED)
-    all_rows = not leave_out or len(rest) == len(truncated)
-    credit: Result = {}
-    if algorithm.credit_makes:
-        credit = algorithm.credit(group if all_rows else {name: rows_at(c, rest) for name, c in group.items()})
+    left_out = [lacks or (cut and how == "drop") for lacks, cut in zip(absent, truncated, strict=True)]
+    rest = [row for row, is_out in enumerate(left_out) if not is_out]
+    # Of responses that are compared with one another a 0 says nothing; other credit is used in other ways.
+    compares = algorithm.unit == "row" and "advantage" in algorithm.credit_makes and least > 1
+    if any(absent) and not (compares and len(rest) >= least):
+        credit = _credit(algorithm, group, truncated, [False] * len(absent), tokens, how)
+        return credit if isinstance(credit, Drop) else Drop(ABSENT, instead=credit)
+    if not algorithm.credit_makes and how == "train":  # the stage drops groups, and does nothing else
+        return {passed_column(CREDIT): torch.ones(len(truncated), dtype=torch.bool)}
 
-    def masked(columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not all_rows:
+    def complete(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        if len(rest) < len(truncated):
             columns = {name: _with_zeros(column, rest, tokens) for name, column in columns.items()}
+        if how == "train":
+            return columns
         mask = columns.get(MASK) or [torch.ones(n, dtype=torch.bool) for n in tokens]  # a credit may make one too
         return {**columns, MASK: [row & (not cut) for row, cut in zip(mask, truncated, strict=True)]}
 
+    credit = {}
+    if algorithm.credit_makes:
+        credit = algorithm.credit({name: rows_at(column, rest) for name, column in group.items()})
     if not isinstance(credit, Drop):
-        return masked(credit)
-    return credit if credit.instead is None else Drop(credit.reason, masked(credit.instead))
+        return complete(credit)
+    return credit if credit.instead is None else Drop(credit.reason, complete(credit.instead))
 
 
 def _with_zeros(column: Any, rows: Sequence[int], tokens: Sequence[int]) -> Any:

@@ -35,6 +35,7 @@ from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.protocols import TrainEngine
 from stages.engines.strategies import Ranks
+from stages.rewards.scores import has_failed, has_reward
 from stages.sample_log import Recorder, Sample
 from stages.training.critic import CriticOrders
 from stages.training.device_lease import DeviceLease
@@ -46,6 +47,7 @@ from stages.weights.store import Probe, Published, Publisher, WeightsDamaged, pr
 log = structlog.get_logger()
 
 WAIT_SECONDS = 10.0  # a wait on the server is renewed this often
+REWARDS = ("reward", "scores")
 PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of a row that a swap is probed with
 PROBE_ROWS, PROBE_NEW_ROWS = 16, 8  # at most, in all and of one batch: the others are the batches' before
 
@@ -59,6 +61,7 @@ class Update(Stage):
     published (checkpoints); ``after_last`` is called when ``steps`` are done. With ``publish_first`` the weights that the
     run begins with are published too, for engines that are not built from its model. ``store`` is None where ranks pass the
     weights on themselves: only the version is published then. ``device`` is what the engine computes on.
+    ``scored``: the column ``scores`` says which rows have a reward, as the run's own reward stage writes it; else all have.
     ``skipped`` takes the steps with a loss or gradient that is not finite; None: they end the run. ``critic``: a critic with
     a worker of its own, which trains on the rows of each step beside ``engine``: a step is committed when both have."""
 
@@ -84,10 +87,12 @@ class Update(Stage):
         device: DeviceLease | None = None,
         skipped: SkippedSteps | None = None,
         critic: CriticOrders | None = None,
+        scored: bool = False,
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
         # For the step's event; each rank fetches the columns that it trains on.
-        self.fetches = tuple(name for name in ("reward", "truncated", "response_ids") if name in dock.schema)
+        wanted = (*REWARDS[: 1 + scored], "truncated", "response_ids")
+        self.fetches = tuple(name for name in wanted if name in dock.schema)
         self.dock, self.engine, self.algorithm, self.store = dock, engine, algorithm, store
         self.steps, self.staleness, self.trained = steps, staleness, version
         self._after_step, self._after_last = after_step, after_last
@@ -140,9 +145,8 @@ class Update(Stage):
             forecast = json.loads(found or "{}")
             now = time.monotonic()
             spent = (now - self._since, seconds)
-            event = step_event(
-                self.trained, claim, rows.get("reward", None), stale, metrics, ledger, spent, reason, forecast
-            )
+            scored = {name: rows[name] for name in REWARDS if name in rows}
+            event = step_event(self.trained, claim, scored, stale, metrics, ledger, spent, reason, forecast)
             self._since = now
             yield Output(step=self.trained, event=event, tokens=int(claim.tokens.sum()))
             self.trained += 1
@@ -307,25 +311,34 @@ def _probed_tokens(rows: Sequence[Sequence[int]]) -> int:
 
 def variety(claim: Claim, rows: TensorDict) -> dict[str, float]:
     """Metrics of a step's ``rows``: ``distinct_responses``, the share of responses that are not equal to another one; and
-    ``equal_groups``, the share of groups whose rewards are all equal."""
+    ``equal_groups``, the share of groups whose rewards are all equal, of those with any."""
     out = {}
     if "response_ids" in rows:
         hashes = {xxhash.xxh3_64_intdigest(row.contiguous().numpy()) for row in rows["response_ids"].unbind()}
         out["distinct_responses"] = len(hashes) / len(claim)
     if "reward" in rows:
-        first, rewards = dict[int, float](), rows["reward"].tolist()
-        pairs = list(zip(claim.group.tolist(), rewards, strict=True))
+        first, rewards, counted = dict[int, float](), rows["reward"].tolist(), rewarded(rows).tolist()
+        groups = claim.group.tolist()
+        pairs = [(group, reward) for group, reward, has in zip(groups, rewards, counted, strict=True) if has]
         for group, reward in pairs:
             first.setdefault(group, reward)
         differing = {group for group, reward in pairs if reward != first[group]}
-        out["equal_groups"] = 1 - len(differing) / len(first)
+        if first:
+            out["equal_groups"] = 1 - len(differing) / len(first)
     return out
+
+
+def rewarded(columns: Mapping[str, torch.Tensor] | TensorDict) -> torch.Tensor:
+    """bool [B]: the rows that have a reward (:func:`stages.rewards.scores.has_reward`)."""
+    if "scores" in columns:
+        return has_reward(columns["scores"])
+    return torch.ones(len(columns["reward"]), dtype=torch.bool)
 
 
 def step_event(
     step: int,
     claim: Claim,
-    reward: torch.Tensor | None,
+    columns: Mapping[str, torch.Tensor],
     stale: list[int],
     metrics: Mapping[str, float],
     ledger: Mapping[str, int],
@@ -334,11 +347,14 @@ def step_event(
     forecast: Mapping[str, float] = MappingProxyType({}),
 ) -> StepEvent:
     """The event of a step on the rows of ``claim``. ``metrics`` are what the engine measured, ``ledger`` the counts before
-    the step, ``seconds`` those since the last step and those of training. ``reward`` is None in a flow without.
+    the step, ``seconds`` those since the last step and those of training. Of ``columns`` ``reward`` and ``scores``
+    are read, where the flow has them.
     ``skipped``: why no step was taken. ``forecast``: the newest `forecast` event."""
     staleness = torch.tensor(stale, dtype=torch.float64)
     lengths = torch.from_numpy(claim.tokens.astype("float64"))
-    rewards = torch.full((1,), torch.nan) if reward is None else reward
+    counted = rewarded(columns) if "reward" in columns else torch.zeros(0, dtype=torch.bool)
+    rewards = columns["reward"][counted].double() if "reward" in columns else torch.zeros(0)
+    failed = has_failed(columns["scores"]).any(dim=1) if "scores" in columns else ~counted
     measured = {name: float(value) for name, value in metrics.items()}
     return StepEvent(
         step=step,
@@ -346,8 +362,10 @@ def step_event(
         rows=len(claim),
         groups=sorted(set(claim.group.tolist())),
         loss=measured.pop("loss", math.nan),
-        reward_mean=float(rewards.double().mean()),
-        reward_std=float(rewards.double().std(correction=0)),
+        reward_mean=float(rewards.mean()) if len(rewards) else None,
+        reward_std=float(rewards.std(correction=0)) if len(rewards) else None,
+        reward_failed=int(failed.sum()) if len(counted) else 0,
+        reward_absent=int((~counted & ~failed).sum()) if len(counted) else 0,
         staleness_mean=float(staleness.mean()),
         staleness_p95=float(staleness.quantile(0.95)),
         staleness_max=float(staleness.max()),

@@ -265,7 +265,10 @@ export class RunPage {
     say(this.left, parts.filter(Boolean).join(", "));
     const { reward, speed, staleness, kl, pace } = this.tiles;
     say(reward.value, fixed(last?.reward_mean ?? record.reward ?? null, 3));
-    say(reward.more, last ? `± ${fixed(last.reward_std, 2)}` : "");
+    const unscored = (data) => (data?.reward_failed ?? data?.failed ?? 0) + (data?.reward_absent ?? data?.absent ?? 0);
+    const newest = [...progress.evaluations.values()].at(-1);
+    const left = [[last, "responses"], [newest, "held-out answers"]].filter(([data]) => unscored(data) > 0);
+    say(reward.more, [last ? `± ${fixed(last.reward_std, 2)}` : "", ...left.map(([data, what]) => `${count(unscored(data))} ${what} not scored`)].filter(Boolean).join(", "));
     say(speed.value, count(progress.rate()));
     say(speed.more, last ? `${count(progress.rate() / record.devices)} a device, ${count(last.tokens_generated)} generated` : "");
     say(staleness.value, last ? fixed(last.staleness_mean, 2) : "–");

@@ -25,10 +25,15 @@ class SamplesQuery(Strict):
     def wants(self, sample: Sample) -> bool:
         return (
             (self.step is None or sample["step"] == self.step)
-            and (self.reward_min is None or sample["reward"] >= self.reward_min)
-            and (self.reward_max is None or sample["reward"] <= self.reward_max)
+            and self._has_reward(sample["reward"])
             and (self.staleness_min is None or sample["staleness"] >= self.staleness_min)
         )
+
+    def _has_reward(self, reward: float | None) -> bool:
+        if self.reward_min is None and self.reward_max is None:
+            return True
+        least, most = self.reward_min, self.reward_max
+        return reward is not None and (least is None or reward >= least) and (most is None or reward <= most)
 
 
 @operation("GET", "/v1/runs/{run}/samples", scope="read", summary="What was trained on", tag="runs", errors=(400, 404))

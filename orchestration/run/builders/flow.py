@@ -10,7 +10,7 @@ import structlog
 from orchestration.guard.rules import DROPPED
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import prompt_limits
-from orchestration.rewards.pool import droppers
+from orchestration.rewards.pool import scored_by
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import terms_of
 from pipeline.pacing import Pacer
@@ -23,7 +23,6 @@ from stages.prompts.formatter import PromptFormatter
 from stages.prompts.given_responses import GivenResponses
 from stages.prompts.sources import PromptSource, load_prompts
 from stages.prompts.too_long import TOO_LONG_FILE
-from stages.rewards.stage import Reward
 from stages.training.advantage import Advantage, DropAlarm
 
 log = structlog.get_logger()
@@ -64,9 +63,9 @@ class FlowJob(Job):
             columns, longest = recipe.prompts.responses, recipe.rollout.max_tokens
             self.control(GivenResponses(self.dock, self.tokenizer, columns, longest))
         if recipe.runs_stage("reward") and "reward" in flow:
-            self.control(Reward(await self.open_rewards(), self.tokenizer, tuple(flow["reward"].needs)))
+            self.control(await self.reward_stage())
         if CREDIT in flow:
-            rewards = droppers(recipe) if "scores" in flow[CREDIT].needs else ()
+            rewards = scored_by(recipe) if "scores" in flow[CREDIT].needs else ()
             rated = self.index if by_difficulty else None
             most = max(LEAST_DROPPED, STEPS_DROPPED * recipe.train.groups_per_step)
             alarm = None if DROPPED in recipe.guard.off else DropAlarm(self.index, most, f"{self.kind}-{self.number}")

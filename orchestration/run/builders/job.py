@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from orchestration.recipe.flow import algorithm_of
+from orchestration.guard.rules import SCORES
+from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import SyncSection
 from orchestration.rewards.pool import reward_pool, reward_set
@@ -30,7 +31,7 @@ from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
 from stages.algorithms import NamedAlgorithm
 from stages.models import Tokenizer
-from stages.rewards.stage import RewardSet
+from stages.rewards.stage import MisfitAlarm, Reward, RewardSet
 from stages.training.ranks import RankGroup
 from stages.training.rendezvous import Rendezvous, join_rendezvous
 
@@ -154,8 +155,10 @@ class Job:
         self.resources.push_async_callback(rewards.close)
         return rewards
 
-    async def open_rewards(self) -> RewardSet:
-        """The recipe's reward functions, looked up. Raises RewardError."""
+    async def reward_stage(self) -> Reward:
+        """The reward stage, with the recipe's functions looked up. Raises RewardError."""
         rewards = self.rewards()
         await rewards.open()
-        return rewards
+        off = SCORES in self.recipe.guard.off
+        alarm = None if off else MisfitAlarm(self.index, f"{self.kind}-{self.number}")
+        return Reward(rewards, self.tokenizer, tuple(flow_of(self.recipe)["reward"].needs), alarm)

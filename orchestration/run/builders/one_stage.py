@@ -10,7 +10,6 @@ from orchestration.run.engines import reference_engine, teacher_options
 from stages.flow.adapter import StageAdapter
 from stages.inference.scores import Reference
 from stages.inference.teacher import TeacherReference, TeacherServer
-from stages.rewards.stage import Reward
 
 
 class RewardJob(Job):
@@ -18,7 +17,7 @@ class RewardJob(Job):
     worker."""
 
     async def build(self) -> None:
-        self.control(Reward(await self.open_rewards(), self.tokenizer, tuple(flow_of(self.recipe)["reward"].needs)))
+        self.control(await self.reward_stage())
 
 
 class ReferenceJob(Job):

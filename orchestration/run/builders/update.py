@@ -139,6 +139,7 @@ class UpdateJob(Job):
             device=device,
             skipped=self._skipped(),
             critic=self.critic,
+            scored=recipe.runs_stage("reward"),
         )
         self.version = lambda: self.stage.trained
         self.controller = self.control(self.stage, self._spans)

@@ -112,3 +112,10 @@ async def test_a_failure_costs_what_the_recipe_says(on_error: str, tmp_path: Pat
     else:
         assert result.state == "finished", result.reason
         assert watched.of("ledger")[-1].get("dropped", {}) == {}
+        samples, _ = read(tmp_path / "run" / FOLDER, lambda _: True, limit=1000)
+        for step in watched.of("step"):
+            members = [sample for sample in samples if sample["step"] == step["step"]]
+            scored = [sample["reward"] for sample in members if "failed" not in sample]
+            assert step.get("reward_failed", 0) == len(members) - len(scored)
+            assert step["reward_mean"] == pytest.approx(sum(scored) / len(scored))
+        assert any("failed" in sample for sample in samples)

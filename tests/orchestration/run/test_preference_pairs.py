@@ -49,6 +49,8 @@ def test_the_best_and_the_worst_of_a_group_are_its_pair() -> None:
     assert pair_of([sample(0, 1.0), sample(1, 1.0)]) is None
     assert pair_of([sample(0, 1.0, "same"), sample(1, 0.0, "same")]) is None
     assert pair_of([sample(0, None)]) is None
+    failed = {**sample(1, 0.0), "failed": ["judge"]}
+    assert pair_of([sample(0, 1.0), failed]) is None, "a failed reward says nothing of the response"
 
 
 def test_what_makes_no_pairs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

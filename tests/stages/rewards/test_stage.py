@@ -127,7 +127,7 @@ def test_plain_functions_leave_the_loop_free_and_may_return_tensors() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too_many", "too_many' returned 2 scores for 1 rows"),
+        ("too_many", "too_many' returned 3 scores for 2 rows; one for each is wanted; correct it"),
         ("not_numbers", "not_numbers' returned 'good' as a score"),
         ("not_finite", "not_finite' returned nan as a score"),
         ("too_large", "too_large' returned 1e[+]300 as a score"),

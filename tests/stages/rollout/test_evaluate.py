@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from api.telemetry.progress import Progress
+from api.telemetry.trackers import Points
+from api.terminal.live import plain_line
+from api.terminal.report import samples_markdown, summarize
+from orchestration.events_file import event_json
+from pipeline.events import EvaluationEvent, Event
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.mock.options import MockRolloutOptions
 from stages.engines.protocols import SamplingParams
@@ -16,7 +25,7 @@ from stages.models import tiny_tokenizer
 from stages.prompts.formatter import Prompt
 from stages.prompts.options import PromptOptions
 from stages.prompts.sources import load_prompts
-from stages.rewards.stage import RewardSet
+from stages.rewards.stage import ErrorPolicy, RewardSet
 from stages.rollout.evaluate import Evaluation, Evaluator, distinct_prompts
 
 
@@ -56,6 +65,61 @@ async def test_the_event_has_version_reward_and_samples() -> None:
     assert (event.version, event.count, len(event.samples)) == (7, 6, 2)
     assert 0.0 <= (event.reward_mean or 0.0) <= 1.0
     assert event.samples[0].prompt.endswith("=")
+
+
+def judges(completions: list[str], answer: list[str], **_: Any) -> list[float | None]:
+    """Two judges that answer, of five; of the sixth prompt none applies."""
+    return [(1.0, math.nan, 1.0, math.nan, math.nan, None)[number] for number in range(len(completions))]
+
+
+def lengths(completions: list[str], **_: Any) -> list[float | None]:
+    return [None, *[0.5] * (len(completions) - 2), None]
+
+
+def failing(completions: list[str], **_: Any) -> list[float]:
+    return [math.nan for _ in completions]
+
+
+async def evaluated(functions: list[Any], count: int, **policy: Any) -> EvaluationEvent:
+    engine = mock()
+    rewards = RewardSet([(f"{__name__}:{name}", weight) for name, weight in functions], policy=ErrorPolicy(**policy))
+    asked = replace(evaluator(engine), rewards=rewards, samples=count)
+    event = await replace(asked, prompts=asked.prompts[:count]).run(7)
+    await engine.close()
+    return event
+
+
+@pytest.mark.parametrize("on_error", ["drop", "zero"])
+async def test_an_answer_whose_reward_failed_is_in_no_mean(on_error: str) -> None:
+    """Of five judges three fail: 2 answers, 1.0 on average, whatever a failure costs in training."""
+    event = await evaluated([("judges", 1.0)], 5, on_error=on_error)
+    assert (event.count, event.failed, event.absent, event.reward_mean) == (2, 3, 0, 1.0)
+    assert [answer.reward for answer in event.samples] == [1.0, None, 1.0, None, None]
+    assert "judges' returned nan as a score" in event.reason
+
+
+async def test_of_several_functions_the_others_count_where_one_does_not_apply() -> None:
+    """By hand: judges 1, -, 1, -, -, none; lengths none, .5 ×4, none: rewards 1, -, 1 + 0.25, -, -, none."""
+    event = await evaluated([("judges", 1.0), ("lengths", 0.5)], 6)
+    assert (event.count, event.failed, event.absent, event.reward_mean) == (2, 3, 1, 1.125)
+    names = [f"{__name__}:judges", f"{__name__}:lengths"]
+    assert event.functions == dict(zip(names, (1.0, 0.5), strict=True))
+
+
+async def test_an_evaluation_without_a_score_has_none(tmp_path: Path) -> None:
+    event = await evaluated([("failing", 1.0)], 4)
+    assert (event.count, event.failed, event.reward_mean) == (0, 4, None)
+    data = json.loads(event_json(Event("1-0", 1.0, "evaluation", event.wire())))["data"]
+    assert data["reward_mean"] is None
+    progress = Progress("evaluated", 9, 0)
+    line = Event("1-0", 1.0, "evaluation", data)
+    progress.apply(line)
+    assert plain_line(progress, line).startswith("evaluation v7  reward – of 0 held-out prompts  (4 failed): reward '")
+    assert summarize(progress, seconds=1.0, checkpoint=None)["held_out_last"] is None
+    assert "Mean reward: – of 0 prompts with version 7  (4 failed)" in samples_markdown(progress)
+    (point,) = Points().of(line)
+    assert "evaluation/reward_mean" not in point.numbers
+    assert point.numbers["evaluation/failed"] == 4
 
 
 async def test_it_takes_the_room_that_it_is_given_and_gives_way_between_answers() -> None:

@@ -1,0 +1,63 @@
+"""Scores of responses: which of them are a number, and which responses have a reward.
+
+score [B, K]    a number   the function's
+                NaN        the function does not apply to the response (it returned None)
+                inf        the function failed, and the response's group is dropped
+                -0.0       the function failed, and counts as 0
+A response has a reward when a function applies to it and none has failed on it. Others are in no mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+FAILED, FAILED_AS_ZERO = math.inf, -0.0  # no function returns these: see number_of
+
+
+def number_of(score: float) -> float:
+    """``score`` in float32, with a plain zero in place of -0.0."""
+    return ctypes.c_float(score).value + 0.0
+
+
+def has_failed(scores: torch.Tensor) -> torch.Tensor:
+    """bool [B, K]: where a function failed."""
+    return scores.isinf() | ((scores == 0) & scores.signbit())
+
+
+def has_reward(scores: torch.Tensor) -> torch.Tensor:
+    """bool [B]: where a function applies and none has failed."""
+    return ~(has_failed(scores).any(dim=1) | scores.isnan().all(dim=1))
+
+
+def mean_of(values: torch.Tensor, counted: torch.Tensor) -> float | None:
+    """The mean of ``values`` [B] where ``counted`` bool [B]; None where nothing is."""
+    return float(values[counted].double().mean()) if bool(counted.any()) else None
+
+
+@dataclass(frozen=True)
+class RewardScores:
+    """``scores`` float32 [B, K]: one column per function. ``total`` float32 [B]: the sum of score times weight, to which
+    functions that failed or do not apply add nothing."""
+
+    scores: torch.Tensor
+    total: torch.Tensor
+
+    @property
+    def failed(self) -> torch.Tensor:
+        """bool [B, K]: failures for which the group is dropped."""
+        return self.scores.isinf()
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """bool [B]: the responses that have a reward."""
+        return has_reward(self.scores)
+
+    def means(self, names: Sequence[str]) -> dict[str, float | None]:
+        """The mean score of each function: of the responses that it applies to and has not failed on."""
+        scored = ~(self.scores.isnan() | has_failed(self.scores))
+        return {name: mean_of(self.scores[:, k], scored[:, k]) for k, name in enumerate(names)}
