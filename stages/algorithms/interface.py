@@ -200,6 +200,16 @@ class Algorithm(BaseModel, ABC):
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """The micro-batch's share of the loss."""
 
+    @property
+    def policy_begins(self) -> int:
+        """The first train batch that the policy learns from; in those before it a critic learns alone."""
+        return 0
+
+    @property
+    def value_rate(self) -> float | None:
+        """Peak learning rate of a value head on the policy's trunk. None: the policy's."""
+        return None
+
     def critic_algorithm(self) -> Algorithm | None:
         """What a critic with an engine of its own is trained with, on the same rows: the loss reads the column ``values``,
         which that critic has made, and ``tokens.values``. None: there is no such critic."""

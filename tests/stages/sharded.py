@@ -168,7 +168,7 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: value.detach().float().numpy().copy() for name, value in tensors.items()}
 
 
-def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any], of_ppo: dict[str, Any]) -> dict[str, Any]:
     """Two steps of PPO with a value head on the trunk, by one process (None) or a rank: metrics, value head, weights; and
     with a ``folder`` a checkpoint in it."""
     made = model_of("llama")
@@ -180,7 +180,7 @@ def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any]) -> di
         for row, reward in zip(rows, torch.linspace(-1, 1, len(rows)), strict=True):
             row["reward"] = reward
         kept = range(len(rows)) if ranks is None else positions(ranks.dp)[ranks.replica]
-        metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), PPO(epochs=1))))
+        metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), PPO(epochs=1, **of_ppo))))
     if folder:
         writer = checkpoint.Writer(engine, ranks.rank if ranks else 0)
         writer.copy()

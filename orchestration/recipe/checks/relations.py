@@ -280,11 +280,17 @@ def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "external.stages", wrong, "set algorithm.options.kl_coef > 0, or take 'reference' out")
 
 
-@check("train.warmup_steps", "train.steps")
+@check("train.warmup_steps", "train.steps", "algorithm")
 def warmup_fits(recipe: Recipe) -> Iterator[Problem]:
-    steps = recipe.train.steps
-    if recipe.train.warmup_steps > steps:
-        yield problem(recipe, "train.warmup_steps", f"is more than train.steps = {steps}", f"use a value <= {steps}")
+    algorithm, steps = value_or_none(lambda: algorithm_of(recipe)), recipe.train.steps
+    alone = algorithm.policy_begins if algorithm else 0
+    if alone >= steps:
+        wrong = f"leaves the policy none of train.steps = {steps}"
+        yield Problem("algorithm.options.critic_warmup_steps", alone, wrong, f"use a value < {steps}")
+    elif recipe.train.warmup_steps > steps - alone:
+        less = f" less critic_warmup_steps = {alone}" if alone else ""
+        wrong = f"is more than train.steps = {steps}{less}"
+        yield problem(recipe, "train.warmup_steps", wrong, f"use a value <= {steps - alone}")
 
 
 @check("evaluate", "prompts.held_out")

@@ -8,8 +8,9 @@ reward, values ─▶ prepare: GAE over each response ─▶ advantage (whitened
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+import pydantic
 from pydantic import Field
 
 from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch, with_defaults
@@ -120,7 +121,35 @@ class PPO(PolicyGradient, ValueLearner):
     value_coef: float = Field(
         default=0.5, ge=0, description="Weight of the value loss of a critic on the policy's trunk."
     )
+    value_learning_rate: float | None = Field(
+        default=None,
+        gt=0,
+        description="Peak learning rate of the value head on the policy's trunk, by the schedule of `train`. A critic of "
+        "its own has `critic.learning_rate`. Default: `train.learning_rate`.",
+    )
+    critic_warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Train batches at the beginning from which the critic alone learns. They count as policy versions; the "
+        "policy's schedule begins after them.",
+    )
     whiten: bool = Field(default=True, description="Advantages get mean 0 and variance 1 over the train batch.")
+
+    @pydantic.model_validator(mode="after")
+    def _one_rate(self) -> Self:
+        if self.critic == "own" and self.value_learning_rate is not None:
+            rate = self.value_learning_rate
+            wrong = f'{rate:g} is of the value head on the trunk, and critic = "own" has none'
+            raise ValueError(f"value_learning_rate: {wrong}; set critic.learning_rate = {rate:g} in its place")
+        return self
+
+    @property
+    def policy_begins(self) -> int:
+        return self.critic_warmup_steps
+
+    @property
+    def value_rate(self) -> float | None:
+        return self.value_learning_rate
 
     @property
     def scores(self) -> Mapping[str, RunsOn]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -39,6 +39,19 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and not own.endswith("bias") and not of_norm
 
 
+def learning_rates_at(
+    version: int, schedule: Mapping[str, Any], policy_begins: int, value_peak: float | None
+) -> tuple[float, float]:
+    """Return the learning rates of the policy and of its value head for the train batch ``version``.
+
+    ``schedule``: arguments of :func:`learning_rate_at`, by which the value head's rate goes from the first train batch on,
+    and the policy's from ``policy_begins`` on; before, it is 0. ``value_peak`` None: the policy's."""
+    of_values = {**schedule, "peak": value_peak or schedule["peak"]}
+    of_policy = {**schedule, "total_steps": schedule["total_steps"] - policy_begins}
+    policy_rate = learning_rate_at(version - policy_begins, **of_policy) if version >= policy_begins else 0.0
+    return policy_rate, learning_rate_at(version, **of_values)
+
+
 def adamw(
     parameters: Mapping[str, nn.Parameter],
     learning_rate: float,
@@ -58,6 +71,23 @@ def adamw(
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas)
 
 
+def add_value_head(optimizer: torch.optim.AdamW, head: Mapping[str, nn.Parameter], weight_decay: float) -> None:
+    """Add the ``head`` of values, by name, whose learning rate may be another one (:func:`set_rates`)."""
+    for name, parameter in head.items():
+        decay = weight_decay if is_decayed(name, parameter) else 0.0
+        optimizer.add_param_group({"params": [parameter], "weight_decay": decay, "values": True})
+
+
+def set_rates(optimizer: torch.optim.AdamW, of_policy: float, of_values: float) -> dict[str, float]:
+    """Set the learning rates of the policy and of its value head. Return them as metrics; without a head the first one."""
+    rates = {"learning_rate": of_policy}
+    for options in optimizer.param_groups:
+        options["lr"] = of_values if options.get("values") else of_policy
+        if options.get("values"):
+            rates["value_learning_rate"] = of_values
+    return rates
+
+
 def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
     """The optimizer's state of ``parameter``, created as AdamW creates it before its first step."""
     state = optimizer.state[parameter]
@@ -67,6 +97,14 @@ def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[st
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     return state  # type: ignore[no-any-return]
+
+
+def zero_gradients(parameters: Collection[nn.Parameter]) -> None:
+    """Set the gradients of ``parameters`` to zero. With a learning rate of 0, AdamW then changes neither weights nor moments
+    of zero, but counts the step as it does for all others."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
 
 
 def bound_gradients(

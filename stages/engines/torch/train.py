@@ -37,11 +37,14 @@ from stages.engines.torch.layers import use_fast_layers, use_fast_norms, use_fus
 from stages.engines.torch.optimizer import (
     Schedule,
     adamw,
+    add_value_head,
     bound_gradients,
-    learning_rate_at,
+    learning_rates_at,
     master_weights,
     moments_of,
     renew,
+    set_rates,
+    zero_gradients,
 )
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
 from stages.engines.torch.parallel.experts import ExpertLoad
@@ -155,8 +158,11 @@ class TorchTrainEngine:
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
         self._passes = Passes(self)
         self._value_head = value_head_of(model, self.device) if value_head else {}
-        self._trained = {**self._place(compute or model.dtype), **self._value_head}
-        self._optimizer = adamw(self._trained, learning_rate, betas, weight_decay)
+        placed = self._place(compute or model.dtype)
+        self._trained = {**placed, **self._value_head}
+        self._optimizer = adamw(placed, learning_rate, betas, weight_decay)
+        add_value_head(self._optimizer, self._value_head, weight_decay)
+        self._critic_alone = False  # whether the present train batch teaches the value head alone
 
     def shards(self) -> dict[str, torch.Tensor]:
         """The weights that are trained, as this process holds them, by name, tied ones once: the master weights where there
@@ -228,14 +234,14 @@ class TorchTrainEngine:
             (part, plan_micro_batches([group.shape for group in part], self._token_budget, whole=whole))
             for part in _mini_batches(groups, algorithm.mini_batches, whole)
         ]
-        scheduled = learning_rate_at(self.step // (algorithm.epochs * len(parts)), **self._schedule)
-        learning_rate = scheduled * algorithm.signal(given)
-        for options in self._optimizer.param_groups:
-            options["lr"] = learning_rate
+        version = self.step // (algorithm.epochs * len(parts))
+        self._critic_alone = version < algorithm.policy_begins
+        of_policy, of_values = learning_rates_at(version, self._schedule, algorithm.policy_begins, algorithm.value_rate)
+        rates = set_rates(self._optimizer, of_policy * algorithm.signal(given), of_values)
         steps = []
         for part, plan in parts * algorithm.epochs:
             metrics = self._optimize(part, plan, responses, experts, given, algorithm)
-            steps.append({**metrics, "learning_rate": learning_rate})
+            steps.append({**metrics, **rates})
         return over_steps(steps)
 
     def _optimize(
@@ -291,6 +297,8 @@ class TorchTrainEngine:
             loss, engine_metrics = added.pop("loss"), {name: added.pop(name) for name in own}
             gap, metrics = split_gap(added)
             gap |= self._routing.metrics(self._total_of_tokens)
+            if self._critic_alone:
+                zero_gradients({*self._trained.values(), *self.model.parameters()} - {*self._value_head.values()})
             grad_norm = self._clip()
             if not (math.isfinite(grad_norm) and math.isfinite(loss)):
                 raise FloatingPointError(
