@@ -27,6 +27,7 @@ from stages.prompts.files import (
     parse_line,
 )
 from stages.prompts.options import SHORT_CHARACTERS, PromptOptions
+from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.tables import check_size, check_split, dataset_function, open_rows, saved_folder
 from stages.prompts.templates import fill_template, parse_template, prompt_in
 
@@ -42,6 +43,7 @@ class PromptCheck:
         self.options, self.reading = options, reading
         self.conversation = ""
         self.columns: set[str] = set()
+        self.changes: Changes = {}
         self.example: tuple[Row, str] | None = None
         self._pieces = parse_template(options.template)
 
@@ -98,6 +100,7 @@ class PromptCheck:
 
     def _check_row(self, row: Any, where: str) -> None:
         column = self.options.column
+        row = plain_row(row, where, self.options.leave_out, self.changes)
         given = prompt_in(row, column, where)
         fields: Row = {name: value for name, value in row.items() if name != column}
         self.columns.update(fields)
@@ -105,7 +108,7 @@ class PromptCheck:
             fill_template(self._pieces, fields | {"prompt": given}, SHORT_CHARACTERS, where)
         else:
             self.conversation = self.conversation or where
-        self.example = self.example or (dict(row), where)
+        self.example = self.example or (row, where)
 
     def _check_parquet(self, path: Path) -> Iterator[PromptError]:
         import pyarrow.parquet as pq

@@ -69,6 +69,11 @@ class RowOptions(BaseModel):
         "to the reward functions.",
     )
     template: str = key("{prompt}", "Template of string prompts: `{prompt}`, and any other column by its name.")
+    leave_out: list[str] = key(
+        [],
+        "Columns that are not read, such as images: a column with values that are no numbers, texts, dates or lists of "
+        "them is an error.",
+    )
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -99,6 +104,8 @@ class RowOptions(BaseModel):
                 yield name, f"means nothing for source = {self.source!r}; take it out"
         if self.source == "builtin" and self.task and self.task not in TASKS:
             yield "task", f"is not known; use one of {sorted(TASKS)}"
+        if self.column in self.leave_out:
+            yield "leave_out", f"has the column of the prompt, {self.column!r}; take it out"
         if "{prompt}" not in self.template:
             yield "template", "must contain {prompt}; write it where the prompt belongs"
         try:

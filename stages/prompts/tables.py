@@ -193,7 +193,8 @@ def _reasoning_gym(task: str, config: Mapping[str, Any], column: str, seed: int)
             raise PromptError(
                 f"prompts: reasoning_gym's {task} has no row {number} ({error}); it is a table: give its size in config"
             ) from error
-        return _rename_prompt(entry | {"prompt": entry["question"]}, column)
+        metadata = _with_text_keys(entry["metadata"])  # numbers are keys in some tasks
+        return _rename_prompt(entry | {"prompt": entry["question"], "metadata": metadata}, column)
 
     if "size" in config:
         return Table([row(number) for number in range(len(dataset))], task)
@@ -207,6 +208,13 @@ def check_size(config: Mapping[str, Any]) -> None:
         raise PromptError(
             f"prompts.config.size = {size} is more than {MOST_GENERATED} rows; leave it out: then the task never ends"
         )
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Return ``value`` with the keys of its mappings as texts, as JSON has them."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _rename_prompt(row: Row, column: str) -> Row:

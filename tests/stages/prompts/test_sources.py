@@ -390,7 +390,7 @@ NO_PROMPTS = [
     ('{"prompt": "a"}\n'.encode("utf-16-le"), "line 1 has a zero byte at column 2, as UTF-16 has"),
     ('{"prompt": "a"}\n'.encode("utf-32"), "is UTF-32"),
     (b'{"prompt": "\\ud83d"}\n', "line 1 has half of a surrogate pair in column 'prompt' (\\ud83d at character 1)"),
-    (b'{"prompt": [{"role": "user", "content": "\\ude00"}]}\n', "half of a surrogate pair in a message"),
+    (b'{"prompt": [{"role": "user", "content": "\\ude00"}]}\n', "half of a surrogate pair in column"),
     (b'{"prompt": "a\0b"}\n', "line 1 has a zero byte at column 14"),
     (b'{"prompt": "a"}\n' + b'{"x":' * 100_000, "line 2 is nested too deeply"),
     (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}\n", "line 1 is not JSON (Exceeds the limit"),
