@@ -112,7 +112,7 @@ def _write_parquet(pairs: Iterable[Pair], path: Path) -> int:
             import pyarrow
             import pyarrow.parquet
     except ExtraMissing as error:
-        raise PairsError(f"out: Parquet needs the package pyarrow: {error}; or write .jsonl") from None
+        raise PairsError(f"out: {error}; or write .jsonl") from None
     count, rows = 0, iter(pairs)
     writer = None
     try:

