@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 from tensordict import TensorDictBase
 
+from pipeline.compat.extras import ExtraMissing
+
 if TYPE_CHECKING:
     from stages.weights.store import Published
 
@@ -242,7 +244,7 @@ class SwapTimes:
     hidden: float
 
 
-class EngineMissing(ImportError):
+class EngineMissing(ExtraMissing):
     """The library of the requested engine cannot be imported. The message has the command that installs it."""
 
 

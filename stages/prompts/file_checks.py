@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.compat.extras import extra
 from stages.prompts.files import (
     LINE_BYTES,
     PromptError,
@@ -111,7 +112,8 @@ class PromptCheck:
         self.example = self.example or (row, where)
 
     def _check_parquet(self, path: Path) -> Iterator[PromptError]:
-        import pyarrow.parquet as pq
+        with extra("data"):
+            import pyarrow.parquet as pq
 
         is_folder = kind_of(existing(path)) == "a folder"
         files = self._parquet_files(existing(path)) if is_folder else [path]
@@ -180,7 +182,8 @@ class PromptCheck:
             raise PromptError(f"prompts: {where} has no column {column!r} ({has}); set prompts.column")
 
     def _check_task(self, task: str) -> None:
-        from reasoning_gym.factory import DATASETS
+        with extra("quickstart"):
+            from reasoning_gym.factory import DATASETS
 
         config = self.options.config
         check_size(config)

@@ -6,12 +6,12 @@ jsonl, parquet, datasets, reasoning_gym with a size ──▶ Table          rea
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from array import array
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.compat.extras import extra
 from stages.prompts.files import PromptError, Row, existing, kind_of, lines, open_file, parse_line
 from stages.prompts.options import PromptOptions
 from stages.prompts.tasks import TASKS
@@ -99,8 +99,8 @@ class ParquetRows(Table):
     """Rows of a Parquet file, or of a folder of them: Arrow columns, of which one row at a time becomes Python values."""
 
     def __init__(self, path: Path) -> None:
-        _require("pyarrow", "Parquet files", "data")
-        import pyarrow.parquet
+        with extra("data"):
+            import pyarrow.parquet
 
         if kind_of(existing(path)) != "a folder":
             open_file(path).close()
@@ -119,10 +119,9 @@ def _dataset(path: str, split: str | None) -> Any:
         except Exception as error:
             raise PromptError(f"prompts.path = {path!r} raised {error!r} ({place_of(error, make)})") from error
     else:
-        _require("datasets", "folders written by save_to_disk", "data")
+        with extra("data"):
+            from datasets import load_from_disk
         folder = saved_folder(path)
-        from datasets import load_from_disk
-
         dataset = load_from_disk(str(folder))
     if isinstance(dataset, Mapping):  # a DatasetDict
         check_split(path, split, sorted(dataset))
@@ -172,9 +171,9 @@ def _builtin(task: str, config: Mapping[str, Any], column: str, seed: int) -> Ca
 
 
 def _reasoning_gym(task: str, config: Mapping[str, Any], column: str, seed: int) -> Table | Callable[[int], Row]:
-    _require("reasoning_gym", "reasoning_gym tasks", "quickstart")
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    with extra("quickstart"):
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
         raise PromptError(f"prompts.task = {task!r} is not a task of reasoning_gym; it has {sorted(DATASETS)}")
@@ -220,8 +219,3 @@ def _with_text_keys(value: Any) -> Any:
 def _rename_prompt(row: Row, column: str) -> Row:
     """Return ``row`` with its column "prompt" renamed to ``column``."""
     return {column if key == "prompt" else key: value for key, value in row.items()}
-
-
-def _require(module: str, purpose: str, extra: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise PromptError(f"prompts: {purpose} need the package {module}: pip install 'asyncdock[{extra}]'")

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from pipeline.compat.extras import extra
 from stages.json_schema import options_model
 
 Completions = list[str | list[dict[str, str]]]
@@ -129,6 +130,7 @@ def _equal(number: str, wanted: str) -> bool:
 
 @cache
 def _scorer(task: str) -> Callable[..., float]:
-    from reasoning_gym import get_score_answer_fn
+    with extra("quickstart"):
+        from reasoning_gym import get_score_answer_fn
 
     return get_score_answer_fn(task)

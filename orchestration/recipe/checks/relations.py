@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import operator
@@ -19,6 +18,7 @@ from orchestration.recipe.problems import Problem, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, CriticSection, TrainSection
 from orchestration.recipe.values import format_size
+from pipeline.compat.extras import install, is_installed
 from pipeline.index.address import redacted
 from pipeline.staleness import passing_steps
 from stages.engines.strategies import fits_ulysses
@@ -533,8 +533,8 @@ def a_cluster_places_the_workers(recipe: Recipe) -> Iterator[Problem]:
                 recipe, "launch.address", "is of a Ray cluster", "set launch.launcher = 'ray', or leave it out"
             )
         return
-    if importlib.util.find_spec("ray") is None:
-        yield problem(recipe, "launch.launcher", "needs Ray, which is not installed", "pip install 'asyncdock[ray]'")
+    if not is_installed("ray"):
+        yield problem(recipe, "launch.launcher", "needs Ray, which is not installed", install("ray"))
     if recipe.colocated:
         wrong = "is of one machine so far, while launch.launcher = 'ray' places workers on several"
         yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")
