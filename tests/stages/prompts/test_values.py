@@ -288,7 +288,7 @@ def tensor_rows() -> list[dict[str, Any]]:
 
 
 def _parquet(folder: Path) -> PromptOptions:
-    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
     rows = [row | {"parts": row["parts"].tolist()} for row in odd_rows()]

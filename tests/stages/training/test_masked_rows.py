@@ -37,7 +37,7 @@ def masked(batch: TensorDict, rows: torch.Tensor) -> TensorDict:
 def test_a_step_with_masked_rows_is_the_step_without_them(algorithm: type[GRPO], normalization: Any) -> None:
     batch = make_batch()
     left_out = torch.arange(len(batch)) % 4 == 1
-    loss = algorithm(loss_normalization=normalization, scale_learning_rate=False)
+    loss = algorithm(loss_normalization=normalization, response_tokens=8, scale_learning_rate=False)
     found, metrics = gradients_of_step(engine_of(tiny_llama()), masked(batch, left_out), loss)
     expected, without = gradients_of_step(engine_of(tiny_llama()), batch[~left_out], loss)
     assert_same_gradients(found, expected)
