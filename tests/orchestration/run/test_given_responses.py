@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from orchestration.recipe.checks.teacher import teacher_is_needed
 from orchestration.recipe.planner import notices_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import TeacherSection
 from orchestration.run.run import Run
 from stages.models import load_model
 from stages.prompts.files import PromptError
@@ -151,6 +153,15 @@ def test_a_temperature_without_effect_is_noticed(tmp_path: Path) -> None:
     assert notice.key == "rollout.temperature"
     assert "nothing is sampled" in str(notice)
     assert not notices_of(from_file(path, ["answer"], algorithm__name="sft"))
+
+
+def test_a_teacher_behind_a_server_gives_logprobs_of_pairs_at_any_sampling_temperature(tmp_path: Path) -> None:
+    """It gives them at temperature 1, and so they are."""
+    teacher = TeacherSection(url="http://127.0.0.1:9/v1")
+    given = from_file(pairs(tmp_path / "pairs.jsonl"), ["chosen", "rejected"], algorithm__name="dpo", **SAMPLING)
+    online = recipe(TINY, algorithm__name="dpo", rollout__temperature=0.5)
+    found = [list(teacher_is_needed(of.model_copy(update={"teacher": teacher}))) for of in (given, online)]
+    assert [[problem.key for problem in problems] for problems in found] == [[], ["rollout.temperature"]]
 
 
 async def test_a_longer_response_is_cut_and_counts_as_truncated(tmp_path: Path) -> None:
