@@ -53,8 +53,8 @@ class RowOptions(BaseModel):
     )
     path: str | None = key(
         None,
-        "`jsonl`, `parquet`: the file. `datasets`: a folder written by `save_to_disk`, or `module:function` that "
-        "returns a data set (anything with `len` and rows as mappings).",
+        "`jsonl`, `parquet`: the file, or a folder of such files. `datasets`: a folder written by `save_to_disk`, or "
+        "`module:function` that returns a data set (anything with `len` and rows as mappings).",
     )
     task: str | None = key(None, "`reasoning_gym`: the name of its task. `builtin`: `repeat`.")
     config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = key(
@@ -62,7 +62,11 @@ class RowOptions(BaseModel):
         "Options of the task. With `size` a reasoning_gym task is a table of that many rows; without, it has no "
         "end. Those of `repeat` follow.",
     )
-    split: str | None = key(None, "`datasets`: name of the split, where there are several.")
+    split: str | None = key(
+        None,
+        "Name of the split, where there are several. Of a folder of files they are found by name, as the library `datasets` "
+        "does: `train-00000-of-00002.parquet`, `data/test.jsonl`, `validation/…`. Default: `train`.",
+    )
     column: str = key(
         "prompt",
         "Column with the prompt: a string, or a list of messages with `role` and `content`. The other columns go "
@@ -99,7 +103,7 @@ class RowOptions(BaseModel):
         unused = {"task": ["path"], "path": ["task", "config"], None: ["path", "task", "config"]}[needed]
         if needed and not getattr(self, needed):
             yield needed, f"is missing; source = {self.source!r} needs it"
-        for name in unused if self.source == "datasets" else [*unused, "split"]:
+        for name in unused if needed == "path" else [*unused, "split"]:
             if getattr(self, name):
                 yield name, f"means nothing for source = {self.source!r}; take it out"
         if self.source == "builtin" and self.task and self.task not in TASKS:

@@ -82,6 +82,9 @@ def load_prompts(
         too_long.resume()
     formatters = {key: PromptFormatter(part, tokenizer, limits) for key, (part, _) in opened.items()}
     splits = [_split(rows, formatters[key], seed, too_long, key) for key, (_, rows) in opened.items()]
+    for key, (_, rows) in opened.items():
+        if isinstance(rows, Table) and rows.about:
+            log.info("prompts are read", source=key, rows=rows.about)
     for key, formatter in formatters.items():
         for text in describe(formatter.changes):
             log.info("values of a column become others", source=key, change=text)

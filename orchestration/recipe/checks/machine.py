@@ -263,14 +263,17 @@ def _prompt_problem(key: str, part: PromptOptions, text: str) -> Problem:
 @machine_check("reward.functions", "external", "stages")
 def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     """Checks that the rows have the columns that the run's own reward functions are called with."""
-    columns = set().union(*(check.columns for check in environment.prompts.values()))
-    if not recipe.runs_stage("reward") or not columns:
+    if not recipe.runs_stage("reward"):
         return
+    columns = set().union(*(check.columns for check in environment.prompts.values()))
     made = stage_columns(recipe).keys()
     for key, check in environment.prompts.items():
         if reserved := sorted(check.columns & {*RESERVED, *made}):
             wrong = f"has columns {reserved}, which reward functions get from the run"
             yield Problem(f"{key}.path", check.options.path, wrong, "rename them")
+    sources = environment.prompts.values()
+    if not sources or not all(check.has_columns for check in sources):
+        return  # the rows of a function, or of other programs, may have any
     rewards = RewardFunctions()
     source = ", ".join(str(part.path or part.task) for part in recipe.prompts.parts().values())
     for index, function in enumerate(recipe.reward.functions):

@@ -288,11 +288,9 @@ def tensor_rows() -> list[dict[str, Any]]:
 
 
 def _parquet(folder: Path) -> PromptOptions:
-    pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [row | {"parts": row["parts"].tolist()} for row in odd_rows()]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
     return PromptOptions(source="parquet", path=str(folder / "rows.parquet"))
 
 
