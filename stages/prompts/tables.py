@@ -64,7 +64,6 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
             case "jsonl":
                 return JsonRows(_files(path, options.split, ".jsonl"))
             case "parquet":
-                _require("pyarrow", "Parquet files", "data")
                 return ParquetRows(Path(path), _files(path, options.split, ".parquet"), options.leave_out)
             case "datasets":
                 return Table(_dataset(path, options.split, options.leave_out), path)
