@@ -17,9 +17,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
+import numpy as np
 import structlog
 import torch
 from tensordict import TensorDict
@@ -30,9 +31,9 @@ from stages.algorithms.batch import trained_columns
 from stages.algorithms.interface import AGES
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.plans import GroupShape, deal
-from stages.engines.protocols import TrainEngine
+from stages.engines.protocols import TrainEngine, UndoableEngine
 from stages.engines.strategies import Ranks
-from stages.flow.catalogue import AGE, STALENESS, TOKEN_STALENESS, VERSIONS
+from stages.flow.catalogue import AGE, MASK, STALENESS, TOKEN_STALENESS, VERSIONS
 from stages.training.device_lease import DeviceLease
 from stages.weights.store import Published, Publisher, joined, probed
 
@@ -85,9 +86,9 @@ class RankGroup:
         self._parts += 1
         return joined(parts)
 
-    async def deal(self, dock: Dock, claim: Claim, *, whole: bool = False) -> list[list[int]]:
-        """Returns the claim's positions for each replica, balanced by tokens. The result depends on the claim alone, so that
-        a replay gets the same. ``whole``: no group is cut."""
+    async def deal(self, dock: Dock, claim: Claim, algorithm: AlgorithmLike) -> list[list[int]]:
+        """Returns the claim's positions for each replica, so that the tokens of each of the algorithm's mini-batches are
+        balanced. The result depends on the claim alone, so that a replay gets the same."""
         if self.ranks.dp == 1:
             return [list(range(len(claim)))]
         groups: dict[int, list[int]] = {}
@@ -99,7 +100,17 @@ class RankGroup:
             GroupShape(int(length), tuple(claim.tokens[positions].tolist()))
             for length, positions in zip(prompts["prompt_ids"].lengths(), members, strict=True)
         ]
-        shares = deal(shapes, self.ranks.dp, whole=whole)
+        trained = claim.tokens
+        if MASK in dock.schema:
+            masks = (await dock.fetch(claim, [MASK]))[MASK]
+            trained = np.array([int(mask.sum()) for mask in masks.unbind()])
+        shares = deal(
+            shapes,
+            self.ranks.dp,
+            whole=algorithm.unit == "group",
+            mini_batches=algorithm.mini_batches,
+            trained=[trained[positions].tolist() for positions in members],
+        )
         return [[members[piece.group][row] for piece in share for row in piece.rows] for share in shares]
 
     async def fetch(
@@ -143,9 +154,11 @@ class RankWorker:
                     claim = Claim("", order["claim"]["token"], order["claim"])
                     columns = trained_columns(self.algorithm, self.dock.schema)
                     batch = await self.rank_group.fetch(self.dock, claim, order["shares"], columns, self.trained)
-                    with suppress(FloatingPointError):  # of all ranks: rank 0 records that the step was skipped
+                    with suppress(FloatingPointError):  # of all ranks: rank 0 records that the batch was skipped
                         await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
                     self.trained += 1
+            case "undo":
+                await asyncio.to_thread(cast("UndoableEngine", self.engine).undo)
             case "publish":
                 part = await asyncio.to_thread(self._publish, order["probe"], order["version"])
                 if part is not None:

@@ -1,23 +1,27 @@
-"""AdamW, its learning rate, and master weights."""
+"""AdamW, its learning rate, master weights, and the way back to the state before a train batch."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from stages import device as devices
+
 Schedule = Literal["constant", "linear", "cosine"]
 NORM = re.compile(r"norm|^ln(_|$)")  # in the name of a module
+ALIGN = 512  # bytes, of a tensor in host memory: what copy engines and caches like
 
 
 def learning_rate_at(step: int, *, peak: float, total_steps: int, warmup_steps: int, schedule: Schedule) -> float:
-    """Learning rate of optimizer step ``step`` (from 0): it rises over ``warmup_steps`` to ``peak`` at step ``warmup_steps -
-    1``, then is constant, or falls to 0 at step ``total_steps``.
+    """Learning rate of train batch ``step`` (from 0; skipped ones count): it rises over ``warmup_steps`` to ``peak`` at
+    batch ``warmup_steps - 1``, then is constant, or falls to 0 at batch ``total_steps``.
 
     >>> [learning_rate_at(s, peak=1.0, total_steps=6, warmup_steps=2, schedule="linear") for s in range(7)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
@@ -105,6 +109,71 @@ def zero_gradients(parameters: Collection[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.zero_()
+
+
+def changed_by_step(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> list[torch.Tensor]:
+    """All that an optimizer step changes of ``parameter``: itself, its moments, and their count of steps."""
+    return [parameter.detach(), *moments_of(optimizer, parameter).values()]
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no value is infinite or no number."""
+    held = [tensor.detach() for tensor in tensors if tensor.numel()]
+    return not held or math.isfinite(float(nn.utils.get_total_norm(held, math.inf)))
+
+
+class Undo:
+    """Tensors as they were before a train batch, in host memory that is reused for the next one. On an accelerator they are
+    copied beside the first forward and backward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = devices.stream(device)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is something to put back."""
+        return bool(self._copies)
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin to copy ``tensors``, which may change after :meth:`wait`."""
+        sizes = [-(-tensor.nbytes // ALIGN) * ALIGN for tensor in tensors]
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one first, so that both are never there
+            self._memory = devices.host_empty(sum(sizes), self._device)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        offset = 0
+        copies = []
+        with self._stream or nullcontext():
+            for tensor, size in zip(tensors, sizes, strict=True):
+                copy = self._memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copies.append((tensor, copy.copy_(tensor, non_blocking=True)))
+                offset += size
+        self._copies = copies
+
+    def wait(self) -> None:
+        """Let what is computed from now on wait for the copies."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def put_back(self) -> None:
+        """Give the tensors the values that they had, and forget these."""
+        self.wait()
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                tensor.copy_(copy, non_blocking=True)
+        self.forget()
+
+    def forget(self) -> None:
+        self._copies = []
+
+    def close(self) -> None:
+        """Release the memory. May be called again."""
+        self.forget()
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 def bound_gradients(
