@@ -131,12 +131,7 @@ class RolloutSection(Section):
         "Responses cut at `max_tokens`: `train` treats them as the others; `mask` takes their tokens out of the loss, while "
         "their rewards count in the group's credit; `drop` takes them out of both.",
     )
-    temperature: float = key(
-        1.0,
-        "Sampling temperature of training responses, which must differ within a group. Logprobs are those at it; with "
-        "`prompts.responses` nothing is sampled, and they are at 1.",
-        gt=0,
-    )
+    temperature: float = key(1.0, "Sampling temperature of training responses; logprobs of given ones are at 1.", gt=0)
     top_p: float = key(
         1.0,
         "Nucleus sampling: probability mass kept. 1.0: all. Like `top_k`, refused where the run's own trainer reads "
