@@ -68,8 +68,8 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
     difficulty = Difficulty(prompts, recipe.seed) if recipe.prompts.sampling == "difficulty" else None
     keys: dict[int, str] = {}  # of the prompts of groups, with difficulty
     algorithm = algorithm_of(recipe)
-    rewards, dropping = reward_set(recipe), scored_by(recipe)
     sampling, size, per_step = sampling_of(recipe, tokenizer), recipe.algorithm.group_size, recipe.train.groups_per_step
+    rewards, dropping = reward_set(recipe, end_tokens=sampling.stop_token_ids), scored_by(recipe)
     rollout, trainer = rollout_engine(recipe, version=0), train_engine(recipe)
     reference = reference_engine(recipe) if recipe.needs_reference else None
     critic, learning = (critic_engine(recipe), algorithm.critic_algorithm()) if recipe.trains_critic else (None, None)

@@ -192,6 +192,9 @@ class RewardSection(Section):
     functions: list[RewardFunction] = key(
         ..., "Reward functions; their weighted scores add up.", min_length=1, max_length=64
     )
+    special_tokens: Literal["skip", "keep"] = key(
+        "skip", "Of the texts that functions get. `keep`: such as `<think>`, but not the token that ends a response."
+    )
     workers: Count = key(1, "Reward controllers that score at the same time.")
     timeout: Seconds = key(60.0, "Longest time of one call of a function, which gets up to 64 responses.")
     retries: CountOrZero = key(
@@ -205,9 +208,8 @@ class RewardSection(Section):
     )
     processes: CountOrZero = key(
         4,
-        "Processes that call functions (`arithmetic`, `exact_number` and `spelling` need none); started as they are needed. "
-        "Async functions run in one more, all calls at the same time. 0: functions run in the worker, for debugging: one "
-        "that hangs or crashes harms the run.",
+        "Processes that call functions (`arithmetic`, `exact_number`, `spelling` need none), started as they are needed; "
+        "async ones run in one more, all at once. 0: in the worker, for debugging: one that hangs or crashes harms the run.",
     )
     memory: SizeOrZero = key(4 * 2**30, "Memory of one such process; one that needs more is replaced. 0: no limit.")
     max_error_share: Annotated[float, Field(ge=0, le=1)] = key(

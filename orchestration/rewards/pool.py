@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,16 @@ def reward_pool(recipe: Recipe, log: Path) -> RewardPool | None:
     return RewardPool(names, processes=section.processes, memory=section.memory, log=log)
 
 
-def reward_set(recipe: Recipe, pool: Caller | None = None) -> RewardSet:
-    """The reward functions of ``recipe`` and what is done when they fail. Without ``pool`` they run in this process."""
+def reward_set(recipe: Recipe, pool: Caller | None = None, end_tokens: Collection[int] = ()) -> RewardSet:
+    """The reward functions of ``recipe`` and what is done when they fail. Without ``pool`` they run in this process.
+    ``end_tokens``: ids that end a response."""
     section = recipe.reward
-    policy = ErrorPolicy(section.timeout, section.retries, section.on_error, section.max_error_share)
-    return RewardSet([(function.name, function.weight) for function in section.functions], policy=policy, pool=pool)
+    return RewardSet(
+        [(function.name, function.weight) for function in section.functions],
+        policy=ErrorPolicy(section.timeout, section.retries, section.on_error, section.max_error_share),
+        pool=pool,
+        end_tokens=frozenset(end_tokens) if section.special_tokens == "keep" else None,
+    )
 
 
 def scored_by(recipe: Recipe) -> tuple[str, ...]:

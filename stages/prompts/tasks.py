@@ -6,9 +6,10 @@ function has TRL's signature (see :mod:`stages.rewards.stage`).
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Annotated, Any
 
@@ -16,11 +17,11 @@ from pydantic import BaseModel, Field
 
 from pipeline.compat.extras import extra
 from stages.json_schema import options_model
+from stages.rewards.answers import Number, number_of, plain_text, read_number
 
 Completions = list[str | list[dict[str, str]]]
 
 LONGEST = 10_000  # answer of the task ``repeat``, in characters
-NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 
 
 def repeat(
@@ -42,57 +43,79 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {"repeat": repeat}
 CONFIGS: dict[str, type[BaseModel]] = {name: options_model(task) for name, task in TASKS.items()}  # of prompts.config
 
 
-def spelling(completions: Completions, answer: list[str], **_: Any) -> list[float]:
-    """The share of characters that are right and in their place; superfluous characters count as wrong."""
-    pairs = [(text(completion), wanted) for completion, wanted in zip(completions, answer, strict=True)]
+def spelling(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
+    """The share of characters that are right and in their place; superfluous characters count as wrong. An answer that is
+    no text is its JSON. A row without an answer has no score."""
     return [
-        sum(a == b for a, b in zip(given, wanted, strict=False)) / max(len(given), len(wanted), 1)
-        for given, wanted in pairs
+        None if wanted is None else _spelling(text(completion), json_text(wanted))
+        for completion, wanted in zip(completions, answer, strict=True)
     ]
 
 
-def arithmetic(completions: Completions, answer: list[str], **_: Any) -> list[float]:
+def _spelling(response: str, wanted: str) -> float:
+    right = sum(a == b for a, b in zip(response, wanted, strict=False))
+    return right / max(len(response), len(wanted), 1)
+
+
+def arithmetic(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
     """How well a response answers with a number, in grades, so that there is always a better response to learn.
 
     ==========  ============================================================================================
     1.0         the response is the right number and nothing else (a full stop may follow)
-    0.5 to 0.9  the last number is right: 0.9 less 0.01 for each character beside it
-    0.1         the last number is wrong
+    0.5 to 0.9  the number is right: 0.9 less 0.01 for each character beside it
+    0.1         the number is wrong
     0.0         there is no number
     ==========  ============================================================================================
+
+    Which number that is, and what an answer may be: see :func:`exact_number`.
     """
-    return [_arithmetic(text(completion), wanted) for completion, wanted in zip(completions, answer, strict=True)]
-
-
-def _arithmetic(completion: str, wanted: str) -> float:
-    response = completion.strip().removesuffix(".").replace(",", "")
-    number = last_number(response)
-    if number is None:
-        return 0.0
-    if not _equal(number, wanted):
-        return 0.1
-    beside = len(response) - len(number)
-    return max(0.5, 0.9 - 0.01 * beside) if beside else 1.0
-
-
-def exact_number(completions: Completions, answer: list[str], **_: Any) -> list[float]:
-    """1.0 when the last number of a response is the answer, whatever other text there is, else 0.0."""
-    numbers = (last_number(text(completion)) for completion in completions)
     return [
-        float(number is not None and _equal(number, wanted)) for number, wanted in zip(numbers, answer, strict=True)
+        None if wanted is None else _arithmetic(text(completion), number_of(wanted))
+        for completion, wanted in zip(completions, answer, strict=True)
     ]
 
 
+def _arithmetic(completion: str, wanted: Sequence[Number]) -> float:
+    number = read_number(completion)
+    if number is None:
+        return 0.0
+    if not any(number.equals(right) for right in wanted):
+        return 0.1
+    response = plain_text(completion.strip().removesuffix(".")).replace(",", "")
+    beside = len(response) - len(number.text)
+    return max(0.5, 0.9 - 0.01 * beside) if beside > 0 else 1.0
+
+
+def exact_number(completions: Completions, answer: list[Any], **_: Any) -> list[float | None]:
+    """1.0 when a response answers with the number of the row, whatever other text there is, else 0.0. That is the number in
+    the last ``\\boxed{}``, in ``<answer>`` tags, or after ``####``, else the last one (:mod:`stages.rewards.answers`). The
+    answer is a number, a text with one, or a list of which one is to be met. A row without an answer has no score."""
+    return [
+        None if wanted is None else float(_is_right(text(completion), number_of(wanted)))
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]
+
+
+def _is_right(completion: str, wanted: Sequence[Number]) -> bool:
+    number = read_number(completion)
+    return number is not None and any(number.equals(right) for right in wanted)
+
+
 def reasoning_gym(
-    completions: Completions, question: list[str], answer: list[str], metadata: list[dict[str, Any]], **_: Any
+    completions: Completions, question: list[Any], answer: list[Any], metadata: list[Any], **_: Any
 ) -> list[float]:
     """The score that the reasoning_gym task of the question gives to the text inside ``<answer>`` tags, or to the whole
     response when it has none."""
     columns = zip(completions, question, answer, metadata, strict=True)
-    return [
-        float(_scorer(about["source_dataset"])(tagged(text(completion)), dict(question=q, answer=a, metadata=about)))
-        for completion, q, a, about in columns
-    ]
+    return [_reasoning_gym(tagged(text(completion)), *row) for completion, *row in columns]
+
+
+def _reasoning_gym(response: str, question: Any, answer: Any, metadata: Any) -> float:
+    about = json.loads(metadata) if isinstance(metadata, str) else metadata
+    if not isinstance(about, dict) or "source_dataset" not in about:
+        raise TypeError(f"metadata: {metadata!r:.100} does not name a task; give the row that reasoning_gym made")
+    entry = {"question": question, "answer": None if answer is None else json_text(answer), "metadata": about}
+    return float(_scorer(about["source_dataset"])(response, entry))
 
 
 REWARDS: dict[str, Callable[..., Any]] = {
@@ -109,23 +132,21 @@ def text(completion: str | list[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
 
+def json_text(value: Any) -> str:
+    """A text itself; of another JSON value, its JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def last_number(response: str) -> str | None:
     """The last number in ``response`` without its thousands commas; a minus sign between operands is not part of it."""
-    found = NUMBER.findall(response)
-    return found[-1].replace(",", "") if found else None
+    number = read_number(response)
+    return None if number is None else number.text
 
 
 def tagged(response: str) -> str:
     """The last ``<answer>…</answer>`` in ``response``, or all of it."""
     found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
     return str(found[-1] if found else response).strip()
-
-
-def _equal(number: str, wanted: str) -> bool:
-    try:
-        return float(number) == float(wanted.replace(",", ""))
-    except ValueError:
-        return False
 
 
 @cache

@@ -19,7 +19,7 @@ import asyncio
 import json
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -70,7 +70,8 @@ class RewardSet:
 
     A name is ``module:function``, or one of :data:`stages.prompts.tasks.REWARDS`, or an entry point of the group
     ``asyncdock.rewards``. ``pool`` calls the functions that are not :data:`~stages.prompts.tasks.HARMLESS`; without it, all
-    are called in this process.
+    are called in this process. ``end_tokens``: special tokens stay in the texts, but for one of these at the end; None:
+    they are left out.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class RewardSet:
         *,
         policy: ErrorPolicy = ErrorPolicy(),
         pool: Caller | None = None,
+        end_tokens: Collection[int] | None = None,
     ) -> None:
         if not functions:
             raise RewardError("rewards: at least one reward function is needed")
@@ -91,7 +93,7 @@ class RewardSet:
             raise RewardError(f"rewards: the weights {self.weights.tolist()} of {self.names} must be finite")
         local = LocalCaller([name for name in self.names if pool is None or name in HARMLESS])
         self._callers = [local if pool is None or name in HARMLESS else pool for name in self.names]
-        self._policy = policy
+        self._policy, self._end_tokens = policy, end_tokens
         self._recent: dict[str, deque[bool]] = {name: deque(maxlen=RECENT) for name in self.names}  # whether it failed
         self.failures: dict[str, str] = {}  # the reason of each function's first one
         self.misfits: dict[str, str] = {}  # of those, where it did not return one score for each row
@@ -104,6 +106,14 @@ class RewardSet:
     async def close(self) -> None:
         for caller in set(self._callers):
             await caller.close()
+
+    def text(self, tokenizer: Tokenizer, ids: list[int]) -> str:
+        """A response as the functions get it."""
+        if self._end_tokens is None:
+            return str(tokenizer.decode(ids, skip_special_tokens=True))
+        if ids and ids[-1] in self._end_tokens:
+            ids = ids[:-1]
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     async def score(
         self,
@@ -278,7 +288,7 @@ async def score_rows(
     ids = [row.tolist() for row in rows["response_ids"].unbind()]
     return await rewards.score(
         [json.loads(text) for text in rows["given"]],
-        [str(tokenizer.decode(row, skip_special_tokens=True)) for row in ids],
+        [rewards.text(tokenizer, row) for row in ids],
         ids,
         [json.loads(text) for text in rows["fields"]],
         {name: _values(rows[name]) for name in reads},

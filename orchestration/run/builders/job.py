@@ -22,7 +22,7 @@ from orchestration.recipe.sections import SyncSection
 from orchestration.rewards.pool import reward_pool, reward_set
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
-from orchestration.run.engines import tokenizer_of
+from orchestration.run.engines import sampling_of, tokenizer_of
 from orchestration.run.paths import RunPaths
 from orchestration.service.registry import CHECKPOINT_REPORTED
 from pipeline.controller import Controller, Stage
@@ -149,9 +149,8 @@ class Job:
 
     def rewards(self) -> RewardSet:
         """The recipe's reward functions. They are looked up when they are first called."""
-        rewards = reward_set(
-            self.recipe, reward_pool(self.recipe, self.paths.out / "logs" / f"{self.kind}-{self.number}.rewards.log")
-        )
+        pool = reward_pool(self.recipe, self.paths.out / "logs" / f"{self.kind}-{self.number}.rewards.log")
+        rewards = reward_set(self.recipe, pool, sampling_of(self.recipe, self.tokenizer).stop_token_ids)
         self.resources.push_async_callback(rewards.close)
         return rewards
 

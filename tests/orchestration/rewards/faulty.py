@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -40,6 +41,24 @@ def crashes(completions: list[str]) -> list[float]:
     if "bad" in completions:
         ctypes.string_at(0)
     return [1.0 for _ in completions]
+
+
+def ranks(completions: list[str], **_: Any) -> list[float]:
+    """The share of the batch that is not longer: 1.0 of a response alone."""
+    return [sum(len(other) <= len(text) for other in completions) / len(completions) for text in completions]
+
+
+def ranks_too_few(completions: list[str], **_: Any) -> list[float]:
+    """Loses a row of several, and none of one: called row by row it fits."""
+    return ranks(completions)[: max(1, len(completions) - 1)]
+
+
+async def ranks_too_few_async(completions: list[str], **_: Any) -> list[float]:
+    return ranks_too_few(completions)
+
+
+def ranks_with_a_nan(completions: list[str], **_: Any) -> list[float]:
+    return [math.nan if text == "cc" else score for text, score in zip(completions, ranks(completions), strict=True)]
 
 
 leaked: list[bytearray] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -199,3 +200,14 @@ async def test_calls_go_on_when_the_fork_server_is_killed(tmp_path: Path) -> Non
         os.kill(pool._starter._server.pid, signal.SIGKILL)
         await until(lambda: all(process.ended for process in pool._running))
         assert (await pool.call(f"{FAULTY}:process_id", rows("a"), LIMIT)) != [before]
+
+
+async def test_a_wrong_number_of_scores_fails_all_rows_and_no_row_is_called_alone(tmp_path: Path) -> None:
+    short = ("ranks_too_few", "ranks_too_few_async", "ranks_with_a_nan")
+    async with pool_of(*short, tmp_path=tmp_path, processes=1) as pool:
+        names = pool._names
+        rewards = RewardSet([(name, 1.0) for name in names], pool=pool)
+        scores = await rewards.score(["p"] * 4, ["a", "bbb", "cc", "dddd"], [[1]] * 4, [{}] * 4)
+    assert scores.scores[:, :2].isinf().all()
+    assert scores.scores[:, 2].tolist() == [0.25, 0.75, math.inf, 1.0]
+    assert [*rewards.misfits] == [*names[:2]]

@@ -7,19 +7,21 @@ import math
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from orchestration.rewards.pool import RewardPool
+from orchestration.recipe.load import parse_recipe
+from orchestration.rewards.pool import reward_set
+from stages.models import tiny_tokenizer
 from stages.rewards.calls import CallFailed, plain_scores
 from stages.rewards.registry import RewardError
 from stages.rewards.stage import ErrorPolicy, RewardScores, RewardSet
+from tests.orchestration.rewards.faulty import ranks_too_few, ranks_too_few_async, ranks_with_a_nan
+from tests.orchestration.runs import TINY
 
-HERE = __name__
 TEXTS = ["a", "bbb", "cc", "dddd"]
 
 
@@ -92,24 +94,6 @@ def test_a_score_that_is_no_finite_number_is_an_error_of_its_row(bad: Any) -> No
     assert isinstance(second, str)
 
 
-def ranks(completions: list[str], **_: Any) -> list[float]:
-    """The share of the batch that is not longer: 1.0 of a response alone."""
-    return [sum(len(other) <= len(text) for other in completions) / len(completions) for text in completions]
-
-
-def ranks_too_few(completions: list[str], **_: Any) -> list[float]:
-    """Loses a row of several, and none of one: called row by row it fits."""
-    return ranks(completions)[: max(1, len(completions) - 1)]
-
-
-async def ranks_too_few_async(completions: list[str], **_: Any) -> list[float]:
-    return ranks_too_few(completions)
-
-
-def ranks_with_a_nan(completions: list[str], **_: Any) -> list[float]:
-    return [math.nan if text == "cc" else score for text, score in zip(completions, ranks(completions), strict=True)]
-
-
 def huge(completions: list[str], **_: Any) -> list[float]:
     return [3e38 for _ in completions]
 
@@ -127,7 +111,7 @@ def none_for_two(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def score(*functions: tuple[Callable[..., Any], float], **policy: Any) -> RewardScores:
-    names = [(f"{HERE}:{function.__name__}", weight) for function, weight in functions]
+    names = [(f"{function.__module__}:{function.__name__}", weight) for function, weight in functions]
     rewards = RewardSet(names, policy=ErrorPolicy(**policy))
     return asyncio.run(rewards.score(["p"] * 4, TEXTS, [[1]] * 4, [{}] * 4))
 
@@ -143,19 +127,6 @@ def test_a_wrong_number_of_scores_fails_all_rows_and_no_row_is_called_alone(func
     message = r"returned 3 scores for 4 rows; .*for 2 of the last 2 samples.*max_error_share = 0\.06"
     with pytest.raises(RewardError, match=message):
         score((function, 1.0), max_error_share=0.06)  # of 32: one may fail
-
-
-async def test_so_it_is_in_processes(tmp_path: Path) -> None:
-    names = [f"{HERE}:{function.__name__}" for function in (ranks_too_few, ranks_too_few_async, ranks_with_a_nan)]
-    pool = RewardPool(names, processes=1, memory=0, log=tmp_path / "log")
-    rewards = RewardSet([(name, 1.0) for name in names], pool=pool)
-    try:
-        scores = await rewards.score(["p"] * 4, TEXTS, [[1]] * 4, [{}] * 4)
-    finally:
-        await rewards.close()
-    assert scores.scores[:, :2].isinf().all()
-    assert scores.scores[:, 2].tolist() == [0.25, 0.75, math.inf, 1.0]
-    assert [*rewards.misfits] == names[:2]
 
 
 def test_a_row_without_a_score_leaves_those_of_its_batch_as_they_were() -> None:
@@ -182,3 +153,18 @@ def test_a_response_without_an_applicable_function_has_no_reward() -> None:
     assert scores.total.tolist() == [0.0, 8.0, 2.0, 9.0]
     assert scores.counted.tolist() == [False, True, True, True]
     assert scores.means(["short", "two"]) == {"short": 3.0, "two": 10.0}
+
+
+def test_texts_keep_special_tokens_where_the_recipe_says_so_but_for_the_end() -> None:
+    """By hand: <eos>, <unk> and <pad> are the tiny tokenizer's special tokens."""
+    tokenizer = tiny_tokenizer()
+    a, unknown, end = (tokenizer.convert_tokens_to_ids(token) for token in ("a", "<unk>", "<eos>"))
+    ids = [a, unknown, a, end]
+    assert RewardSet([("spelling", 1.0)]).text(tokenizer, ids) == "aa"
+    keeping = RewardSet([("spelling", 1.0)], end_tokens={end})
+    assert keeping.text(tokenizer, ids) == "a<unk>a"
+    assert keeping.text(tokenizer, [end, a]) == "<eos>a"
+    assert keeping.text(tokenizer, [unknown]) == "<unk>"
+    assert keeping.text(tokenizer, []) == ""
+    recipe = parse_recipe({**TINY, "reward": {"functions": [{"name": "spelling"}], "special_tokens": "keep"}})
+    assert reward_set(recipe, end_tokens=[end]).text(tokenizer, ids) == "a<unk>a"
