@@ -3,11 +3,14 @@
     SET="--staleness 1 --set algorithm.group_size=16 --set train.groups_per_step=8 --ends 10"
     python benchmarks/learning.py ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:spelling"}]'
     python benchmarks/learning.py ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:mediocre"}]'
+    python benchmarks/learning.py ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:systematic"}]'
 
 ``spelling``   errors anywhere: a wrong reward is a number between 0 and 1 that has nothing to do with the response, so a
                perfect policy has a mean of 5/6
 ``mediocre``   errors in the middle: half of the middle two thirds of the responses exchange their rewards. This models a
                reward model that ranks only the best and the worst responses correctly; a perfect policy has a mean of 1
+``systematic`` errors in the middle that no average removes: half of the responses that are neither right nor wrong
+               throughout always get the same reward of another one. A perfect policy has a mean of 1
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import random
 from bisect import bisect_left, bisect_right
 from collections import deque
 from typing import Any
+from zlib import crc32
 
 from stages.prompts import tasks
 
@@ -49,3 +53,19 @@ class Mediocre:
 
 
 mediocre = Mediocre()
+
+
+MIDDLE = (0.25, 0.5, 0.75)  # rewards of words of four letters of which one, two or three are right
+
+
+def systematic(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """``stages.prompts.tasks.spelling`` with an error that belongs to the prompt and the response: by their checksum, half
+    of the responses with a reward between 0 and 1 get one of :data:`MIDDLE` instead, the same each time."""
+    right = tasks.spelling(completions, answer=answer, **columns)
+    return [_fixed(*of) for of in zip(right, completions, answer, strict=True)]
+
+
+def _fixed(reward: float, completion: Any, answer: str) -> float:
+    checksum = crc32(f"{answer} {tasks.text(completion)}".encode())
+    wrong = 0 < reward < 1 and checksum % 2 == 0
+    return MIDDLE[checksum // 2 % len(MIDDLE)] if wrong else reward

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -131,17 +131,19 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
                 for group in groups:
                     if group in rewards_of:
                         difficulty.count(keys[group], rewards_of[group])
-            try:
-                metrics = await asyncio.to_thread(trainer.train_batch, batch, algorithm)
-            except FloatingPointError:  # skipped, as a run does
-                metrics = {"loss": math.nan}
+            metrics = await _trained(trainer, batch, algorithm)
             if critic is not None:
-                metrics = {**metrics, **await asyncio.to_thread(critic.train_batch, batch, learning)}
+                learned = await _trained(critic, batch, learning)
+                if not metrics:
+                    critic.undo()
+                elif not learned:
+                    trainer.undo()
+                metrics = {**metrics, **learned} if metrics and learned else {}
             await rollout.load_weights(step + 1, {name: value.clone() for name, value in trainer.weights()})
             yield SynchronousStep(
                 step,
                 batch,
-                dict(metrics),
+                dict(metrics) or {"loss": math.nan},
                 float(batch["reward"].double().mean()),
                 generating,
                 time.monotonic() - scored,
@@ -153,6 +155,15 @@ async def synchronous_run(recipe: Recipe) -> AsyncGenerator[SynchronousStep, Non
         for engine in (trainer, reference, critic):
             if engine is not None:
                 engine.close()
+
+
+async def _trained(engine: Any, batch: TensorDict, algorithm: Any) -> Mapping[str, float]:
+    """The metrics of a train batch; none where it is skipped, as a run does."""
+    try:
+        metrics: Mapping[str, float] = await asyncio.to_thread(engine.train_batch, batch, algorithm)
+    except FloatingPointError:
+        return {}
+    return metrics
 
 
 def _batch(completions: list[Completion]) -> TensorDict:

@@ -63,7 +63,7 @@ def share(rate: PassRate | None) -> float:
 
 def prompt_key(prompt: Prompt) -> str:
     """A prompt's name in the index: of its text and its row's other columns."""
-    text = json.dumps([prompt.given, prompt.fields], sort_keys=True, default=str)
+    text = json.dumps([prompt.given, prompt.fields], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

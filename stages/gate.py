@@ -10,7 +10,6 @@ Which prompt a group gets is a pure function of its number, so a lost group, or 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 
@@ -114,6 +113,6 @@ def columns(prompts: Sequence[Prompt]) -> dict[str, object]:
     """The columns that a prompt brings: its ids, and as JSON what its row gave and its other fields."""
     return {
         "prompt_ids": [prompt.ids for prompt in prompts],
-        "given": [json.dumps(prompt.given) for prompt in prompts],
-        "fields": [json.dumps(prompt.fields, default=str) for prompt in prompts],
+        "given": [prompt.given_json for prompt in prompts],
+        "fields": [prompt.fields_json for prompt in prompts],
     }

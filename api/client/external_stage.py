@@ -30,7 +30,7 @@ from pipeline.columns import Packed
 from pipeline.index.client import IndexUnreachable, LeaseLost
 from pipeline.warehouse.arena import StaleHandle
 from stages.external_checks import fingerprint
-from stages.prompts.external import ExternalPromptsFull
+from stages.prompts.external import ExternalPromptsFull, sendable
 
 PATIENCE = 60.0  # seconds for which a server that does not answer is asked again
 LONGEST_WAIT = 60.0
@@ -171,7 +171,7 @@ class HttpRun:
     async def put_prompts(
         self, rows: Sequence[Mapping[str, Any]], *, first: int | None, last: bool, timeout: float
     ) -> int:
-        prompts, wait = [dict(row) for row in rows], min(timeout, LONGEST_WAIT)
+        prompts, wait = sendable(rows), min(timeout, LONGEST_WAIT)
         body = {"prompts": prompts, "first": first, "last": last, "wait": wait}
         return int(json.loads((await self._send("POST", "prompts", body)).body)["next"])
 

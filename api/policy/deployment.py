@@ -11,9 +11,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pydantic
-from ray import serve
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
 
 from api.policy.handler import respond
 from api.schemas.completions import REQUESTS, ModelsView, ModelView
@@ -24,6 +21,12 @@ from api.server.operations import BODY_VALUES
 from api.server.problems import HTTPProblem, errors_of, invalid_request, problem_of
 from api.server.service import Settings, allowed
 from orchestration.policy.served import Policies
+from pipeline.compat.extras import extra
+
+with extra("ray"):
+    from ray import serve
+    from starlette.requests import Request
+    from starlette.responses import Response, StreamingResponse
 
 
 @serve.deployment

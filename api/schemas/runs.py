@@ -278,6 +278,9 @@ class CheckedRecipe(BaseModel):
 
     recipe: dict[str, Any]
     plan: Plan
+    prompts: list[str] = Field(
+        description="Files, splits and rows of the prompts, and columns whose values become others."
+    )
     examples: list[ExamplePrompt] = Field(description="The first prompt of each source, as the model reads it.")
 
 

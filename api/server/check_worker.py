@@ -17,7 +17,7 @@ from api.server.access.submission_policy import accept, stored_recipe, unknown_r
 from api.server.problems import problem_of
 from api.server.service import Settings
 from orchestration import logs
-from orchestration.recipe.checks.examples import example_prompts
+from orchestration.recipe.checks.examples import example_prompts, prompt_sources
 from orchestration.recipe.planner import plan
 from orchestration.recipe.schema import Recipe
 
@@ -38,7 +38,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if not request["plan"]:
             return {"recipe": recipe.to_json()}
         examples = [asdict(example) for example in example_prompts(recipe)]
-        return {"recipe": recipe.to_json(), "plan": asdict(plan(recipe)), "examples": examples}
+        prompts = prompt_sources(recipe)
+        return {"recipe": recipe.to_json(), "plan": asdict(plan(recipe)), "prompts": prompts, "examples": examples}
     except Exception as error:
         return {"problem": problem_of(error).details.model_dump()}
 

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from api.telemetry.history import BEGINNING, History
 from api.telemetry.totals import RunTotals, per_second, shares
 from orchestration.events_file import METRICS, finite_numbers
+from pipeline.compat.extras import ExtraMissing, extra
 from pipeline.events import ENDED, Event
 from pipeline.index.client import Index, IndexUnreachable
 
@@ -229,11 +230,12 @@ Make = Callable[[Path, str, Mapping[str, Any], str], Tracker]  # of its folder, 
 TRACKERS: dict[str, Make] = {"tensorboard": TensorBoard, "mlflow": Mlflow, "wandb": WandB}
 
 
-def _module(name: str, extra: str) -> Any:
+def _module(name: str, name_of_extra: str) -> Any:
     try:
-        return importlib.import_module(name)
-    except ImportError as missing:
-        raise TrackError(f"--to {extra}: needs {missing.name}; pip install 'asyncdock[{extra}]'") from missing
+        with extra(name_of_extra):
+            return importlib.import_module(name)
+    except ExtraMissing as missing:
+        raise TrackError(f"--to {name_of_extra}: {missing}") from missing
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

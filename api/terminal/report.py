@@ -27,6 +27,7 @@ from orchestration.recipe.devices import assign, on_this_node, shown
 from orchestration.recipe.planner import Plan, prompt_limits
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
+from pipeline.compat.extras import ExtraMissing, extra
 from pipeline.events import EvaluationEvent
 from stages.prompts.too_long import TOO_LONG_FILE
 
@@ -66,8 +67,8 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
         try:
             write_plot(out_dir / PLOT, progress)
             files.append(out_dir / PLOT)
-        except ImportError:
-            missing.append(f"{PLOT}: needs matplotlib; pip install 'asyncdock[quickstart]'")
+        except ExtraMissing as error:
+            missing.append(f"{PLOT}: {error}")
     return Report(summary, [*files, out_dir / METRICS], missing, _notes(progress))
 
 
@@ -321,10 +322,11 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def write_plot(path: Path, progress: Progress) -> None:
-    """Reward above, staleness below, over optimizer steps. Raises ImportError without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    """Reward above, staleness below, over optimizer steps. Raises ExtraMissing without matplotlib."""
+    with extra("quickstart"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
     history, rewards = progress.history, progress.rewards()
     steps = [step.version for step in history]

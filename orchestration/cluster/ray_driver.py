@@ -19,12 +19,15 @@ import sys
 import threading
 from typing import Any
 
-import ray
 import stamina
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestration.cluster.host_actor import HostActor
+from pipeline.compat.extras import extra
+
+with extra("ray"):
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 GRANT_SECONDS = 30.0  # for Ray to reserve what was free a moment ago
 CONNECT_SECONDS, CONNECT_ATTEMPTS = 10.0, 3

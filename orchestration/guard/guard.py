@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from orchestration.events_file import finite_numbers
 from orchestration.guard.rules import COLLAPSED, CONSTANT, EQUAL_WEIGHTS, RESUMED, TRENDS, Rule
@@ -30,7 +30,8 @@ class GuardOptions:
     """``window``: steps that a value is compared with. ``sensitivity``: deviations that are an alarm. ``off``: metrics that
     are not judged. ``gap_limit``: largest mean difference of two engines' logprobs with the same weights, as far as it is
     known before the first probe (0: it is not). ``grad_clip``: gradients up to it are no alarm. ``rebuilds``: whether the
-    KV cache of a response in flight is computed again after a swap."""
+    KV cache of a response in flight is computed again after a swap. ``constants``: metrics that are constant by
+    construction, and why; they are not judged."""
 
     window: int = 32
     sensitivity: float = 8.0
@@ -38,6 +39,7 @@ class GuardOptions:
     gap_limit: float = 0.0
     grad_clip: float = 1.0
     rebuilds: bool = False
+    constants: Mapping[str, str] = field(default_factory=dict)
 
 
 class Window:
@@ -144,7 +146,7 @@ class Guard:
 
     def _trends(self, step: int, values: Mapping[str, float], key: str = "") -> Iterator[AlarmEvent]:
         for rule in TRENDS:
-            if (value := values.get(rule.metric)) is None:
+            if (value := values.get(rule.metric)) is None or rule.metric in self.options.constants:
                 continue
             window = self._window(key or rule.metric)
             yield from self._trend(step, value, rule, window)

@@ -18,6 +18,7 @@ from typing import Literal
 import structlog
 
 from orchestration.guard.guard import Guard, GuardOptions
+from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.schema import Recipe
 from pipeline.events import AlarmEvent, Event, EventData, order
 from pipeline.index.client import Index
@@ -46,6 +47,7 @@ def options_of(recipe: Recipe) -> GuardOptions:
         gap_limit=float32 if recipe.model.dtype == "float32" else 0.0,
         grad_clip=recipe.train.grad_clip,
         rebuilds=rebuilds or rollout.vllm.pause == "abort",
+        constants=algorithm_of(recipe).constants(recipe.pipeline.staleness) if recipe.runs_stage("update") else {},
     )
 
 
@@ -60,7 +62,10 @@ class GuardWatch:
         self._emitted: set[tuple[str, int]] = set()  # alarms of events after the last one that is known to be judged
 
     async def begin(self) -> None:
-        """Judge the events that a former supervisor has left, without alarms that were raised before."""
+        """Say which metrics say nothing, and judge the events that a former supervisor has left, without alarms that were
+        raised before."""
+        for metric, reason in self.guard.options.constants.items():
+            log.warning("not judged", metric=metric, reason=reason)
         self._judged = order(await self.index.get(JUDGED) or "0")
         past = self._after
         while events := await self.index.past_events(past):

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from orchestration.recipe.model_files import experts_of, text_config
 from orchestration.recipe.problems import value_or_none
-from stages.algorithms import NamedAlgorithm, build_algorithm
+from stages.algorithms import NamedAlgorithm, algorithm_class, build_algorithm
+from stages.algorithms.interface import FOLLOWS
 from stages.flow.catalogue import PROMPT, RESPONSE, ROUTED, catalogue, expert_type
 from stages.flow.declarations import BASE, Columns, StageDeclaration, itemsize
 from stages.flow.resolver import Flow, resolve
@@ -50,7 +52,7 @@ def algorithm_of(recipe: Recipe) -> NamedAlgorithm:
     run begins with, the trainer has it, its model without them: it computes ``ref_logprobs``, unless another stage reads or
     makes them. Raises ValueError for a name or an option that is not known."""
     of = recipe.algorithm
-    algorithm = build_algorithm(of.name, of.options).under(recipe.pipeline.staleness)[0]
+    algorithm = build_algorithm(of.name, algorithm_options(recipe)).under(recipe.pipeline.staleness)[0]
     scores, name = algorithm.scores, "ref_logprobs"
     from_here = recipe.model.reference is None and not recipe.teacher.url and recipe.runs_stage("reference")
     if recipe.adapters and from_here and name in scores:
@@ -59,6 +61,16 @@ def algorithm_of(recipe: Recipe) -> NamedAlgorithm:
         if name not in made | read:
             scores = {**scores, name: BASE}
     return NamedAlgorithm(of.name, algorithm, scores)
+
+
+def algorithm_options(recipe: Recipe) -> dict[str, Any]:
+    """The options of the recipe's algorithm, and for those that are not set and follow another key its value."""
+    options = dict(recipe.algorithm.options)
+    for name, field in algorithm_class(recipe.algorithm.name).model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and FOLLOWS in extra and options.get(name) is None:
+            options[name] = attrgetter(str(extra[FOLLOWS]))(recipe)
+    return options
 
 
 def stages_of(recipe: Recipe) -> list[tuple[UserStage, StageDeclaration]]:

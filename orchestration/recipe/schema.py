@@ -130,6 +130,11 @@ class Recipe(Section):
         return self.rollout.workers + self.train.ranks + (1 if self.reference_is_here else 0)
 
     @property
+    def logprob_temperature(self) -> float:
+        """What logits are divided by for logprobs: the sampling temperature; 1 where the prompts bring the responses."""
+        return 1.0 if self.prompts.responses else self.rollout.temperature
+
+    @property
     def swaps_at_once(self) -> int:
         """How many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a quarter of them. So a
         version needs about four swaps' time with any number of replicas, and three quarters always generate."""

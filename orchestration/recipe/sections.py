@@ -131,7 +131,7 @@ class RolloutSection(Section):
         "Responses cut at `max_tokens`: `train` treats them as the others; `mask` takes their tokens out of the loss, while "
         "their rewards count in the group's credit; `drop` takes them out of both.",
     )
-    temperature: float = key(1.0, "Sampling temperature of training responses, which must differ within a group.", gt=0)
+    temperature: float = key(1.0, "Sampling temperature of training responses; logprobs of given ones are at 1.", gt=0)
     top_p: float = key(
         1.0,
         "Nucleus sampling: probability mass kept. 1.0: all. Like `top_k`, refused where the run's own trainer reads "
@@ -208,8 +208,8 @@ class RewardSection(Section):
     )
     processes: CountOrZero = key(
         4,
-        "Processes that call functions (`arithmetic`, `exact_number`, `spelling` need none), started as needed; async "
-        "ones run in one more, all at once. 0: in the worker, for debugging: one that hangs or crashes harms the run.",
+        "Processes that call functions (`arithmetic`, `exact_number`, `spelling` need none), started as they are needed; "
+        "async ones run in one more, all at once. 0: in the worker, for debugging: one that hangs or crashes harms the run.",
     )
     memory: SizeOrZero = key(4 * 2**30, "Memory of one such process; one that needs more is replaced. 0: no limit.")
     max_error_share: Annotated[float, Field(ge=0, le=1)] = key(
@@ -278,7 +278,7 @@ class TrainSection(Strategies, Section):
         "constant", "Learning rate after the warm-up: constant, or down to 0 at the last step."
     )
     warmup_steps: StepsOrZero = key(0, "Steps in which the learning rate rises from 0.")
-    weight_decay: float = key(0.0, "Weight decay of AdamW.", ge=0)
+    weight_decay: float = key(0.0, "Weight decay of AdamW, of matrices: no bias, norm or attention sink decays.", ge=0)
     betas: Betas = key((0.9, 0.95), "Decay rates of AdamW's two moments.")
     grad_clip: float = key(1.0, "Largest norm of the gradient; a larger one is scaled down.", gt=0)
     max_skipped_steps: Annotated[int, Field(ge=1), unit("steps")] = key(

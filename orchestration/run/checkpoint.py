@@ -87,6 +87,8 @@ class Checkpoint:
         from torch.distributed.checkpoint.api import CheckpointException
 
         state = engine.state_dict()
+        counts = {"version": self.version} if "version" in state else {}
+        state = {name: value for name, value in state.items() if name not in counts}  # older checkpoints lack it
         try:
             with _no_warning():
                 dcp.load(state, checkpoint_id=self.path / part / TRAIN, no_dist=not _sharded(state))
@@ -97,7 +99,7 @@ class Checkpoint:
                 "model.source is not the model that the run began with, put that back; if the checkpoint is damaged, remove "
                 "its folder: the run then goes on from the one before"
             ) from error
-        engine.load_state_dict(state)
+        engine.load_state_dict(state | counts)
 
 
 def begin(directory: Path, version: int) -> Path:

@@ -70,7 +70,8 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
     if source not in PLAIN_MODELS:
         ends |= end_tokens(model_folder(source))
     return SamplingParams(
-        **recipe.rollout.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"}),
+        **recipe.rollout.model_dump(include={"max_tokens", "top_p", "top_k"}),
+        temperature=recipe.logprob_temperature,
         stop=tuple(recipe.rollout.stop),
         stop_token_ids=tuple(sorted(ends)),
     )
@@ -292,7 +293,7 @@ def critic_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | N
     named = recipe.model_copy(
         update={"model": recipe.model.model_copy(update={"source": source or recipe.model.source})}
     )
-    options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype)}
+    options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "undoable": True}
     options["learning_rate"] = critic.learning_rate or recipe.train.learning_rate
     options["threads"] = threads_of(recipe, critic.threads)
     options["device"] = devices.select(critic.device or recipe.train.device)
@@ -306,6 +307,7 @@ def critic_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | N
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Store | None) -> TrainEngine:
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "adapters": recipe.adapters}
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
+    options["undoable"] = recipe.trains_critic  # which may skip a batch that the policy has trained on
     dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype  # of the model: a frozen one is not trained
     if ranks is None:
         from stages.engines.torch.train import TorchTrainEngine
@@ -332,7 +334,7 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
     return {
         **recipe.train.model_dump(include={*optimizer, "token_budget", "activation_checkpointing", "kernels"}),
         "total_steps": recipe.train.steps,
-        "temperature": recipe.rollout.temperature,
+        "temperature": recipe.logprob_temperature,
         "threads": threads_of(recipe, recipe.train.threads),
         "device": devices.select(recipe.train.device),
         "context": longest_row(recipe),

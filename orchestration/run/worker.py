@@ -31,6 +31,7 @@ from orchestration.run.exit_codes import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_START
 from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.paths import RunPaths
 from pipeline.columns import ColumnError
+from pipeline.compat.extras import ExtraMissing
 from pipeline.events import WorkerEvent
 from pipeline.first_of import cancel_all
 from pipeline.index.client import INDEX_VARIABLE, BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
@@ -39,7 +40,6 @@ from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from stages.algorithms import AlgorithmError
 from stages.device import DeviceMissing
-from stages.engines.protocols import EngineMissing
 from stages.engines.registry import EngineUnknown
 from stages.flow.adapter import StageError
 from stages.inference.teacher import TeacherRefused
@@ -94,8 +94,8 @@ FATAL = (
     AlgorithmError,
     ColumnError,
     DeviceMissing,
-    EngineMissing,
     EngineUnknown,
+    ExtraMissing,
     ModelNotFound,
     PromptError,
     RewardError,

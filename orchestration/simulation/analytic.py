@@ -79,7 +79,8 @@ def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -
     operations = 2 * active / tp / hardware.flops
     tokens = recipe.train.groups_per_step * (prompt + recipe.algorithm.group_size * response_tokens)
     passes = 8 if recipe.train.activation_checkpointing else 6
-    attention = passes * sizes.layers * sizes.heads * sizes.head * row / 2
+    # Two products, with the keys and with the values of half the row on average.
+    attention = passes * sizes.layers * 2 * sizes.heads * sizes.head * row / 2
     compute = (passes * active + attention) / ranks.world / hardware.flops
     sending = _sending(recipe, ranks, hardware, tokens, sizes.width, sizes.head, chosen)
     link = hardware.between if ranks.world + recipe.rollout.workers > hardware.node else hardware.within

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 from dataclasses import dataclass, field
@@ -38,8 +39,9 @@ class Address:
 
 
 def redacted(url: str) -> str:
-    """``url`` without its password."""
+    """``url`` without its password, which may lie before the server's name or in the query."""
     scheme, separator, rest = url.partition("://")
+    rest = re.sub(r"([?&]password=)[^&#]*", r"\1***", rest)
     return f"{scheme}{separator}{'***@' + rest.rpartition('@')[2] if '@' in rest else rest}"
 
 

@@ -18,6 +18,7 @@ REF = np.dtype([("block", "<u4"), ("slot", "<u4"), ("place", "<u8")])
 _FIXED = np.dtype([("group", "<u4"), ("place", "<u2"), ("samples", "<u2")])
 _MADE = np.dtype([("oldest", "<i4"), ("tokens", "<u4")])
 _STATE = np.dtype([("columns", "<u4"), ("done", "<u2"), ("state", "u1"), ("unused", "u1")])
+REASON_CHARACTERS = 80
 STATES = ("not there", "live", "generated", "trained")
 
 
@@ -184,10 +185,10 @@ class Claims(Calls):
         await self.call("hand_back", stage=claim.stage, token=claim.token, owner=claim.owner)
 
     async def drop_groups(self, claim: Claim, groups: Sequence[int], reason: str = "dropped") -> None:
-        """Remove whole groups, held by ``claim``, without training them. The ledger counts them as filtered, and under
-        ``reason``."""
+        """Remove whole groups, held by ``claim``, without training them. The ledger counts them as filtered, and under the
+        first REASON_CHARACTERS of ``reason``."""
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
-        await self.call("drop_groups", **lease, groups=list(groups), reason=reason)
+        await self.call("drop_groups", **lease, groups=list(groups), reason=reason[:REASON_CHARACTERS])
 
     async def spare_groups(self, groups: Sequence[int]) -> None:
         """Record that these groups will be trained though they teach nothing, because their step may drop no more. The

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.compat.extras import extra
 from stages.adapters.names import down_of, peft_config, up_of
 from stages.adapters.options import AdapterOptions
 from stages.weight_files import copy_part
@@ -19,7 +20,8 @@ from stages.weight_files import copy_part
 def add_adapters(model: Any, options: AdapterOptions) -> dict[str, Any]:
     """Freeze ``model``, and give it adapters with their first values: on the device ``meta`` where the model is there, and
     :func:`fill_adapters` gives them values later. Returns :func:`peft_config`. Raises ValueError."""
-    from peft import LoraConfig, inject_adapter_in_model
+    with extra("lora"):
+        from peft import LoraConfig, inject_adapter_in_model
 
     config, is_empty = peft_config(model, options), model.device.type == "meta"
     with torch.device("meta"):  # of this thread alone, and no random numbers are drawn

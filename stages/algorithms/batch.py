@@ -7,7 +7,7 @@ TensorDict of whole groups ─▶ TrainBatch ─▶ algorithm.prepare (whitening
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -30,7 +30,8 @@ def trained_columns(algorithm: AlgorithmLike, schema: Schema) -> tuple[str, ...]
 
 class TrainBatch:
     """The columns that the loss reads of B rows: the share of one rank. ``batch[name]`` is [B, …] for a column with one
-    value in each row, and [T, …] for a ragged one, row after row. ``row`` int64 [T] is the row of each token.
+    value in each row, and [T, …] for a ragged one, row after row. ``row`` int64 [T] is the row of each token; ``is_trained``
+    bool [T]: whether it is trained on; ``trained`` int64 [B] counts the tokens of each row that are.
 
     ``total`` adds a tensor up over all ranks, for statistics of the whole train batch."""
 
@@ -55,6 +56,7 @@ class TrainBatch:
         self.weight = batch[WEIGHT].cpu() if WEIGHT in batch else None
         self.age = jagged_rows(batch, AGE, self.lengths) if AGE in batch else None
         self.trained = self.lengths if self.mask is None else torch.stack([row.sum() for row in self.mask])
+        self.is_trained = torch.ones(len(self.row), dtype=torch.bool) if self.mask is None else torch.cat(self.mask)
         for name, values in algorithm.prepare(self).items():
             shape = self.row.shape if name in algorithm.prepare_makes else self[name].shape
             if values.shape != shape:
@@ -67,15 +69,17 @@ class TrainBatch:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._rows[name] if name in self._rows else torch.cat(self._tokens[name])
 
-    def whitened(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` with mean 0 and variance 1 over the trained tokens of the whole train batch, [T], or its trained rows,
-        [B]."""
-        of_rows = values.shape == self.lengths.shape
-        trained = self.trained > 0 if of_rows or self.mask is None else torch.cat(self.mask)
-        kept = (values[trained] if of_rows or self.mask is not None else values).double()
-        count, total = self.total(torch.stack([kept.new_tensor(len(kept)), kept.sum()])).tolist()
+    def whitened(self, values: torch.Tensor, over: Literal["tokens", "rows"] = "rows") -> torch.Tensor:
+        """``values``, [T] or [B], with mean 0 and variance 1 over the trained tokens of the whole train batch. Of values [B]
+        each counts once where its row has such tokens, or, ``over`` "tokens", once for each of them."""
+        if values.shape != self.lengths.shape:
+            weight = self.is_trained.double()
+        else:
+            weight = (self.trained if over == "tokens" else self.trained > 0).double()
+        finite = torch.where(weight > 0, values.double(), 0.0)  # what is not trained on may be anything
+        count, total = self.total(torch.stack([weight.sum(), (weight * finite).sum()])).tolist()
         mean = total / max(1, count)
-        variance = self.total((kept - mean).square().sum()).item() / max(1, count)
+        variance = self.total((weight * (finite - mean).square()).sum()).item() / max(1, count)
         return ((values - mean) / (variance**0.5 + 1e-8)).to(values.dtype)
 
     def tokens(

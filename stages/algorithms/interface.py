@@ -28,6 +28,8 @@ MOST_LOG_RATIO = 20.0
 # How old a trained token is, by the names of its metrics. A number: steps trained since, the last one or more. `resumed`:
 # made by the weights that are trained now, after tokens of the same response that older ones made.
 AGES = ("0", "1", "2", "3", "4", "resumed")
+# In the `json_schema_extra` of an option: the recipe's key whose value it has where it is not set.
+FOLLOWS = "x-follows"
 Derived = TypeVar("Derived", bound="Algorithm")
 
 
@@ -144,6 +146,10 @@ class Algorithm(BaseModel, ABC):
         """The algorithm as it runs under the staleness bound, and which options followed from it, with the reason."""
         return self, ""
 
+    def constants(self, staleness: int) -> Mapping[str, str]:
+        """Metrics that are constant by construction under the staleness bound, and why: nothing can be read from them."""
+        return {}
+
     @property
     def scores(self) -> Mapping[str, RunsOn]:
         """Columns that a model computes, and which one: a frozen model or a critic, each a stage of the flow; or, before the
@@ -154,6 +160,11 @@ class Algorithm(BaseModel, ABC):
     def credit_reads(self) -> Columns:
         """The columns that :meth:`credit` is called with."""
         return {"reward": "float32"}
+
+    @property
+    def credit_optional(self) -> Columns:
+        """The columns that :meth:`credit` is also called with where a stage makes them."""
+        return {}
 
     @property
     def credit_makes(self) -> Columns:
@@ -188,6 +199,16 @@ class Algorithm(BaseModel, ABC):
     @abstractmethod
     def loss(self, tokens: TokenBatch) -> LossOutput:
         """The micro-batch's share of the loss."""
+
+    @property
+    def policy_begins(self) -> int:
+        """The first train batch that the policy learns from; in those before it a critic learns alone."""
+        return 0
+
+    @property
+    def value_rate(self) -> float | None:
+        """Peak learning rate of a value head on the policy's trunk. None: the policy's."""
+        return None
 
     def critic_algorithm(self) -> Algorithm | None:
         """What a critic with an engine of its own is trained with, on the same rows: the loss reads the column ``values``,

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 from tensordict import TensorDictBase
 
+from pipeline.compat.extras import ExtraMissing
+
 if TYPE_CHECKING:
     from stages.weights.store import Published
 
@@ -242,7 +244,7 @@ class SwapTimes:
     hidden: float
 
 
-class EngineMissing(ImportError):
+class EngineMissing(ExtraMissing):
     """The library of the requested engine cannot be imported. The message has the command that installs it."""
 
 
@@ -266,14 +268,18 @@ class TrainEngine(Protocol):
     """
 
     def train_batch(self, batch: TensorDictBase, algorithm: Any) -> Mapping[str, float]:
-        """One optimizer step on whole groups.
+        """The optimizer steps of one batch of whole groups: all of them, or none.
 
         ``batch`` has batch size [B] and the columns ``group`` int64 [B], ``place`` int64 [B], ``prompt_ids`` and
         ``response_ids`` int64 jagged, ``rollout_logprobs`` float32 jagged (as long as ``response_ids``), ``advantage``
         float32 [B], and ``ref_logprobs`` float32 jagged when the algorithm needs it. ``algorithm`` has the protocol of
         :class:`stages.algorithms.Algorithm`. Returns at least ``loss``, ``grad_norm``, ``learning_rate``, the gap to
         the rollout engine's logprobs (``gap_max``, ``gap_mean``, ``gap_k3``) and the metrics of the algorithm's loss, as
-        Python floats. Raises FloatingPointError, on all ranks, when a loss or gradient is not finite: no step was taken.
+        Python floats.
+
+        Raises FloatingPointError, on all ranks, when a loss or gradient of any rank is not finite, or no token is left to
+        train on: the batch is skipped. It has changed neither weights nor optimizer, and counts in the learning rate's
+        schedule as every other.
         """
 
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
@@ -296,3 +302,11 @@ class TrainEngine(Protocol):
         makes this call with ``state``, in a thread beside training."""
 
     def close(self) -> None: ...
+
+
+class UndoableEngine(TrainEngine, Protocol):
+    """A train engine that learns beside another one: a policy and a critic of its own."""
+
+    def undo(self) -> None:
+        """Take back the optimizer steps of the last :meth:`train_batch`, as the other engine has skipped the batch. All
+        ranks make this call. Does nothing where this engine has skipped it, too."""

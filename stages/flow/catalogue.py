@@ -31,8 +31,9 @@ RESPONSE: Columns = {
 # response's but its last) the numbers of its experts, layer by layer. Of the type expert_type() says.
 OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32", "routed_experts": ""}
 MASK, WEIGHT, ROUTED = OPTIONAL
-# The update stage adds it to its batch: steps trained since the oldest token of the row was generated.
-STALENESS = "staleness"
+# The update stage adds them to its batch: steps trained since the oldest token of the row was generated; and, of rows with
+# versions, since each token was.
+STALENESS, VERSIONS, TOKEN_STALENESS = "staleness", "versions", "token_staleness"
 # And, where the rows have versions: of each token its index into AGES of stages/algorithms/interface.py.
 AGE = "age"
 # Responses that were cut at their longest: see stages/training/advantage.py.
@@ -103,17 +104,23 @@ def credit_stage(
     if truncated != "train":
         reads["truncated"], makes[MASK] = RESPONSE["truncated"], OPTIONAL[MASK]
     reads |= drops or {}
-    return StageDeclaration(CREDIT, "groups", reads, makes, workers=0) if makes or drops else None
+    if not makes and not drops:
+        return None
+    optional = {name: kind for name, kind in algorithm.credit_optional.items() if name not in makes}
+    return StageDeclaration(CREDIT, "groups", reads, makes, workers=0, optional=optional)
 
 
 def made_in_training(algorithm: Algorithm) -> set[str]:
     """Columns that the loss reads and no stage makes: those that the trainer, the update stage or ``prepare`` computes."""
-    return {STALENESS, *(n for n, by in algorithm.scores.items() if by in IN_TRAINING), *algorithm.prepare_makes}
+    computed = (name for name, by in algorithm.scores.items() if by in IN_TRAINING)
+    return {STALENESS, TOKEN_STALENESS, *computed, *algorithm.prepare_makes}
 
 
 def update_stage(algorithm: Algorithm) -> StageDeclaration:
     """The stage that trains: the columns that the loss reads, but for those that are made in training."""
     made = made_in_training(algorithm)
     reads = {name: kind for name, kind in algorithm.loss_reads.items() if name not in made}
+    if TOKEN_STALENESS in algorithm.loss_reads:
+        reads[VERSIONS] = RESPONSE[VERSIONS]
     needs = {"prompt_ids": "int64 ragged", "response_ids": "int64 ragged", **reads}
     return StageDeclaration(UPDATE, "batch", needs, {}, "policy", optional=OPTIONAL)

@@ -96,6 +96,10 @@ def resolve(
     that makes nothing (it can only drop groups) is on the way too: training waits for it. ``drops``: columns by which the
     credit stage drops groups. Raises FlowError."""
     credit, update = credit_stage(algorithm, truncated, drops), update_stage(algorithm)
+    if credit:
+        before = _made_before(credit, catalogue)
+        optional = {name: kind for name, kind in credit.optional.items() if name in before}
+        credit = replace(credit, needs={**credit.needs, **optional})
     stages = [*catalogue, *([credit] if credit else [])]
     waits = {passed_column(stage.name): "bool" for stage in stages if not stage.makes}
     stages = [stage if stage.makes else replace(stage, makes={passed_column(stage.name): "bool"}) for stage in stages]
@@ -170,6 +174,14 @@ def _many(name: str, reader: str, made_by: Sequence[StageDeclaration]) -> Proble
     key = next((stage.place for stage in made_by if stage.place), "stages")
     wrong = f"the column {name!r}, which {reader!r} needs, is made by more than one stage: {makers}"
     return Problem(key, None, wrong, "rename the column of one of them, or take one out")
+
+
+def _made_before(stage: StageDeclaration, others: Iterable[StageDeclaration]) -> set[str]:
+    """The columns of ``others`` that do not depend on what ``stage`` makes."""
+    others, after = list(others), set(stage.makes)
+    while later := [name for other in others if after & {*other.needs} for name in other.makes if name not in after]:
+        after.update(later)
+    return {name for other in others for name in other.makes} - after
 
 
 def _twice_named(stages: Sequence[StageDeclaration]) -> list[Problem]:

@@ -23,6 +23,7 @@ from pipeline.events import PromptEvent
 from pipeline.index.client import Index
 from stages.prompts.files import PromptError, Row
 from stages.prompts.formatter import Prompt, PromptFormatter
+from stages.prompts.rows.values import plain_row
 from stages.prompts.templates import prompt_in
 from stages.prompts.too_long import TOO_LONG_FILE, LongPrompts
 from stages.rewards.registry import RESERVED
@@ -130,16 +131,14 @@ async def put_prompts(
     They get the positions from ``first`` on (None: after the last one); a repeat with the same ``first`` changes nothing.
     ``last``: no more will come. Waits up to ``timeout`` seconds while the index is full. Raises PromptError for a row
     without a prompt, IndexRefused for a wrong position, and ExternalPromptsFull."""
-    for i, row in enumerate(rows):
+    plain = await asyncio.to_thread(sendable, rows)
+    for i, row in enumerate(plain):
         prompt_in(row, column, f"prompt {i}")
         if reserved := [name for name in RESERVED if name in row and name != column]:
             raise PromptError(
                 f"prompts: prompt {i} has fields {reserved}, which reward functions get from the run; rename"
             )
-    try:
-        texts = await asyncio.to_thread(lambda: [json.dumps(dict(row), allow_nan=False) for row in rows])
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(f"prompts: they cannot be kept as JSON ({error}); use texts, finite numbers, lists") from None
+    texts = await asyncio.to_thread(lambda: [json.dumps(row) for row in plain])
     deadline = time.monotonic() + timeout
     while (put := await index.put_prompts(texts, first=first, last=last, most_bytes=WAITING_BYTES)).wait is not None:
         left = deadline - time.monotonic()
@@ -150,3 +149,16 @@ async def put_prompts(
             )
         await index.wait("feed", put.wait, min(left, WAIT_SECONDS))
     return put.next
+
+
+def sendable(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return ``rows`` as plain values that JSON has. Raises PromptError, which names the row, the column and the value."""
+    plain = [plain_row(row, f"prompt {number}") for number, row in enumerate(rows)]
+    for number, row in enumerate(plain):
+        for name, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError:
+                wrong = f"prompt {number} has a number in column {name!r} that is not finite"
+                raise PromptError(f"prompts: {wrong}, which JSON does not have; write null, or a text") from None
+    return plain

@@ -9,40 +9,48 @@ task      its options
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.compat.extras import extra
 from stages.prompts.files import (
     LINE_BYTES,
     PromptError,
     Reading,
     Row,
     begins_list,
-    existing,
-    kind_of,
     lines,
     open_file,
     parse_line,
 )
 from stages.prompts.options import SHORT_CHARACTERS, PromptOptions
-from stages.prompts.tables import check_size, check_split, dataset_function, open_rows, saved_folder
+from stages.prompts.rows.splits import choose_split, data_files
+from stages.prompts.rows.values import Changes, plain_row
+from stages.prompts.tables import check_size, dataset_function, open_rows, saved_folder
 from stages.prompts.templates import fill_template, parse_template, prompt_in
 
 MOST_FAULTS = 10  # of the rows of one source
 
 
 class PromptCheck:
-    """Reads the rows that ``options`` name. :meth:`faults` sets ``conversation``, where the first conversation is ("": none
-    was found), ``columns``, those of the rows that were read, without the prompt's, and ``example``, the first sound row
-    and where it is (None: none was read)."""
+    """Reads the rows that ``options`` name. :meth:`faults` sets
+
+    ``conversation``  where the first conversation is; "": there is none
+    ``columns``       of the rows that were read, without the prompt's; ``changes``: of their values
+    ``example``       the first sound row and where it is; None: there is none
+    ``rows``          number of the source's rows; None: it is not known
+    ``has_columns``   whether a row was read, or a schema
+    ``about``         which files and rows they are, for people"""
 
     def __init__(self, options: PromptOptions, reading: Reading) -> None:
         self.options, self.reading = options, reading
         self.conversation = ""
         self.columns: set[str] = set()
+        self.changes: Changes = {}
         self.example: tuple[Row, str] | None = None
+        self.rows: int | None = None
+        self.has_columns, self.about = False, ""
         self._pieces = parse_template(options.template)
 
     def faults(self) -> Iterator[PromptError]:
@@ -63,121 +71,169 @@ class PromptCheck:
         options, path = self.options, str(self.options.path)
         match options.source:
             case "jsonl":
-                yield from self._check_jsonl(Path(path))
+                yield from self._check_files(Path(path), ".jsonl", self._check_jsonl)
             case "parquet":
-                yield from self._check_parquet(Path(path))
+                yield from self._check_files(Path(path), ".parquet", self._check_parquet)
             case "datasets" if ":" in path:
                 dataset_function(path)
             case "datasets":
-                self._check_saved(saved_folder(path))
+                yield from self._check_saved(saved_folder(path))
             case "reasoning_gym":
                 self._check_task(str(options.task))
-                self.columns |= {"question", "answer", "metadata"}
+                self.columns |= {"question", "answer", "metadata"} - {*options.leave_out}
+                self.has_columns = True
             case "builtin":
                 rows = open_rows(options, 0)
-                self.columns |= set(rows(0) if callable(rows) else ()) - {options.column}
+                self.columns |= set(rows(0) if callable(rows) else ()) - {options.column, *options.leave_out}
+                self.has_columns = True
 
-    def _check_jsonl(self, path: Path) -> Iterator[PromptError]:
-        is_empty = True
-        for number, line in lines(path):
-            if line is None or not self.reading.spend(rows=1, nbytes=len(line)):
-                return  # a line that is too long costs too much to skip here
-            where = f"{path}, line {number}"
-            try:
-                row = parse_line(line, where)
-                if row is not None:
-                    is_empty = False
-                    self._check_row(row, where)
-            except PromptError as error:
-                is_empty = False
-                yield error
-                if number == 1 and begins_list(line):  # a list of all rows: no line of it would be right
-                    return
-        if is_empty:
+    def _check_files(
+        self, path: Path, suffix: str, check: Callable[[Sequence[Path]], Iterator[PromptError]]
+    ) -> Iterator[PromptError]:
+        """Check the files of the split with ``check``."""
+        of = data_files(path, self.options.split, suffix, lambda rows: self.reading.spend(rows=rows))
+        if of is None:  # the budget does not allow to look through the folder
+            return
+        yield from check(of.files)
+        self.about = of.describe(self.rows)
+        if self.rows == 0:
             yield PromptError(f"prompts: {path} has no rows; give a file with prompts")
+
+    def _check_jsonl(self, files: Sequence[Path]) -> Iterator[PromptError]:
+        rows = 0
+        for path in files:
+            for number, line in lines(path):
+                if line is None or not self.reading.spend(rows=1, nbytes=len(line)):
+                    return  # a line that is too long costs too much to skip here
+                where = f"{path}, line {number}"
+                try:
+                    row = parse_line(line, where)
+                    rows += row is not None
+                    if row is not None:
+                        self._check_row(row, where)
+                except PromptError as error:
+                    yield error
+                    rows += 1
+                    if number == 1 and begins_list(line):  # a list of all rows: no line of it would be right
+                        return
+        self.rows = rows
 
     def _check_row(self, row: Any, where: str) -> None:
         column = self.options.column
+        row = plain_row(row, where, self.options.leave_out, self.changes)
         given = prompt_in(row, column, where)
         fields: Row = {name: value for name, value in row.items() if name != column}
         self.columns.update(fields)
+        self.has_columns = True
         if isinstance(given, str):
             fill_template(self._pieces, fields | {"prompt": given}, SHORT_CHARACTERS, where)
         else:
             self.conversation = self.conversation or where
-        self.example = self.example or (dict(row), where)
+        self.example = self.example or (row, where)
 
-    def _check_parquet(self, path: Path) -> Iterator[PromptError]:
-        import pyarrow.parquet as pq
+    def _check_parquet(self, files: Sequence[Path]) -> Iterator[PromptError]:
+        with extra("data"):
+            import pyarrow.parquet as pq
 
-        is_folder = kind_of(existing(path)) == "a folder"
-        files = self._parquet_files(existing(path)) if is_folder else [path]
-        if files is None:  # the budget does not allow to look through the folder
-            return
-        if not files:
-            raise PromptError(f"prompts: prompts.path = {str(path)!r} is a folder without *.parquet; give a file")
         rows = 0
-        for file in files:
+        for path in files:
             if not self.reading.spend(nbytes=4096):
                 return
-            with open_file(file) as opened, pq.ParquetFile(opened) as parquet:
+            with open_file(path) as opened, pq.ParquetFile(opened) as parquet:
                 if parquet.num_row_groups:
-                    self._check_columns(str(file), parquet.schema_arrow.names)
+                    self._check_columns(str(path), parquet.schema_arrow.names)
                 rows += parquet.metadata.num_rows
-                yield from self._check_parquet_rows(parquet, file)
-        if not rows:
-            yield PromptError(f"prompts: {path} has no rows; give a file with prompts")
+            self.columns |= {part.partition("=")[0] for part in path.parts if "=" in part}  # as Hive names folders
+        self.rows = rows
+        for path in files:
+            with open_file(path) as opened, pq.ParquetFile(opened) as parquet:
+                yield from self._check_batches(self._parquet_batches(parquet), path)
 
-    def _parquet_files(self, folder: Path) -> list[Path] | None:
-        """The Parquet files below ``folder``; None when the budget ends before all of it is looked through."""
-        found = []
-        for parent, _, names in os.walk(folder):
-            if not self.reading.spend(rows=1 + len(names) // 100):
-                return None
-            found += [Path(parent, name) for name in names if name.endswith(".parquet")]
-        return sorted(found)
-
-    def _check_parquet_rows(self, parquet: Any, path: Path) -> Iterator[PromptError]:
-        number = 0
-        for group in range(parquet.num_row_groups):
-            about = parquet.metadata.row_group(group)
-            nbytes = sum(about.column(at).total_uncompressed_size for at in range(about.num_columns))
-            if not self.reading.spend(nbytes=max(nbytes, about.total_byte_size)):
+    def _parquet_batches(self, parquet: Any) -> Iterator[Any]:
+        """Yield the rows of a Parquet file, a few at a time, as far as the budget allows."""
+        names = [name for name in parquet.schema_arrow.names if name not in self.options.leave_out]
+        for number in range(parquet.num_row_groups):
+            group = parquet.metadata.row_group(number)
+            columns = [group.column(at) for at in range(group.num_columns)]
+            read = [each for each in columns if each.path_in_schema.partition(".")[0] in names]
+            if not self.reading.spend(nbytes=sum(each.total_uncompressed_size for each in read)):
                 return
-            for batch in parquet.iter_batches(batch_size=8, row_groups=[group]):
-                for row in batch.to_pylist():
-                    number += 1
-                    if not self.reading.spend(rows=1):
-                        return
-                    try:
-                        self._check_row(row, f"{path}, row {number}")
-                    except PromptError as error:
-                        yield error
+            yield from parquet.iter_batches(batch_size=8, row_groups=[number], columns=names)
 
-    def _check_saved(self, folder: Path) -> None:
-        """Checks a folder that ``save_to_disk`` has written."""
-        path, split = str(self.options.path), self.options.split
+    def _check_batches(self, batches: Iterable[Any], path: Path) -> Iterator[PromptError]:
+        """Check the rows of Arrow record batches, as far as the budget allows."""
+        number = 0
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                if not self.reading.spend(rows=1):
+                    return
+                try:
+                    self._check_row(row, f"{path}, row {number}")
+                except PromptError as error:
+                    yield error
+
+    def _check_saved(self, folder: Path) -> Iterator[PromptError]:
+        """Check a folder that ``save_to_disk`` has written."""
+        path, split, others = str(self.options.path), self.options.split, ""
         if (folder / "dataset_dict.json").is_file():
-            check_split(path, split, _json_object(folder / "dataset_dict.json").get("splits") or [])
+            splits = _json_object(folder / "dataset_dict.json").get("splits") or []
+            split = choose_split(path, split, splits)
+            others = ", ".join(repr(name) for name in splits if name != split)
             folder = folder / str(split)
         else:
-            check_split(path, split, None)
+            choose_split(path, split, None)
         if not (folder / "state.json").is_file():
             raise PromptError(f"prompts: {folder} has no state.json; give a folder that save_to_disk has written")
         columns = _json_object(folder / "dataset_info.json").get("features")
         if isinstance(columns, Mapping):
             self._check_columns(str(folder), list(columns))
-            self.columns |= set(columns) - {self.options.column}
-        for data in _json_object(folder / "state.json").get("_data_files") or ():
-            open_file(folder / Path(str(data["filename"])).name).close()
+        files = [
+            folder / Path(str(data["filename"])).name
+            for data in _json_object(folder / "state.json").get("_data_files") or ()
+        ]
+        yield from self._check_arrow(files)
+        rows = "rows" if self.rows is None else f"{self.rows} rows"
+        left_out = f"; left out: the splits {others}" if others else ""
+        self.about = f"{f'split {split!r}: ' if split else ''}{rows} of {folder.name}{left_out}"
+
+    def _check_arrow(self, files: Sequence[Path]) -> Iterator[PromptError]:
+        """Check the rows of Arrow files, of which no more than the rows that are checked is read from the disk."""
+        import pyarrow
+
+        rows = 0
+        for path in files:
+            open_file(path).close()
+            with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_stream(memory) as stream:
+                for batch in stream:
+                    if not self.reading.spend(nbytes=64):
+                        return
+                    rows += batch.num_rows
+        self.rows = rows
+        for path in files:
+            with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_stream(memory) as stream:
+                yield from self._check_batches(self._arrow_batches(stream), path.parent)
+
+    def _arrow_batches(self, stream: Any) -> Iterator[Any]:
+        for batch in stream:
+            kept = batch.select([name for name in batch.schema.names if name not in self.options.leave_out])
+            for first in range(0, kept.num_rows, 8):
+                rows = kept.slice(first, 8)
+                if not self.reading.spend(nbytes=rows.nbytes):
+                    return
+                yield rows
 
     def _check_columns(self, where: str, columns: list[str]) -> None:
+        """Check the columns of a schema."""
         if (column := self.options.column) not in columns:
             has = f"it has {sorted(columns)}"
             raise PromptError(f"prompts: {where} has no column {column!r} ({has}); set prompts.column")
+        self.columns |= set(columns) - {column, *self.options.leave_out}
+        self.has_columns = True
 
     def _check_task(self, task: str) -> None:
-        from reasoning_gym.factory import DATASETS
+        with extra("quickstart"):
+            from reasoning_gym.factory import DATASETS
 
         config = self.options.config
         check_size(config)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.prompts.files import PromptError, Row
 from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.tables import Table
 from stages.prompts.templates import Message, fill_template, parse_template, prompt_in, read_chat_template, responses_in
 from stages.prompts.too_long import LongPrompts
@@ -33,12 +34,23 @@ class Prompt:
     given: str | list[Message]
     fields: dict[str, Any]
 
+    @property
+    def given_json(self) -> str:
+        """``given`` as the column of that name has it."""
+        return json.dumps(self.given)
+
+    @property
+    def fields_json(self) -> str:
+        """``fields`` as the column of that name has them: plain values (:mod:`stages.prompts.rows.values`)."""
+        return json.dumps(self.fields)
+
 
 class PromptFormatter:
     """Makes a :class:`Prompt` of a row, within ``limits`` (default: ``prompts.max_prompt_tokens``)."""
 
     def __init__(self, options: PromptOptions, tokenizer: Tokenizer, limits: PromptLimits | None = None) -> None:
         self.options, self._tokenizer = options, tokenizer
+        self.changes: Changes = {}  # of the columns that were read so far
         self.limits = limits or PromptLimits(options.max_prompt_tokens)
         self._pieces = parse_template(options.template)
         self._template = read_chat_template(options.chat_template) if options.chat_template else tokenizer.chat_template
@@ -54,7 +66,10 @@ class PromptFormatter:
 
     def given(self, row: Row, where: str) -> str | list[Message]:
         """Return the row's prompt: a string or messages. Raises PromptError."""
-        return prompt_in(row, self.options.column, where)
+        return prompt_in(self._plain(row, where), self.options.column, where)
+
+    def _plain(self, row: Row, where: str) -> Row:
+        return plain_row(row, where, self.options.leave_out, self.changes)
 
     def prompt(self, row: Row, where: str) -> Prompt:
         """Return the prompt of ``row``, however long; its beginning is cut off if the options say so."""
@@ -87,7 +102,7 @@ class PromptFormatter:
         it is short enough is not tokenized."""
         given, fields, text = self._read(row, where)
         limit, most = self.limits.tokens, self.limits.nbytes
-        if most is not None and (size := _json_bytes(given, fields, where)) > most:
+        if most is not None and (size := len(json.dumps(given)) + len(json.dumps(fields))) > most:
             length = f"{size} bytes, more than the {most} for which pipeline.arena has room"
             return self._refuse(where, length, too_long, can_cut=False)
         if text is None or len(text) > self.limits.characters:
@@ -120,7 +135,8 @@ class PromptFormatter:
     def _read(self, row: Row, where: str) -> tuple[str | list[Message], Row, str | None]:
         """Return the row's prompt, its other columns, and the text they make. Of a string that is longer than the limits
         allow, the text's end, one character longer than they allow; of such a conversation, None."""
-        given, most = self.given(row, where), self.limits.characters + 1
+        row = self._plain(row, where)
+        given, most = prompt_in(row, self.options.column, where), self.limits.characters + 1
         fields = {name: value for name, value in row.items() if name != self.options.column}
         responses_in(fields, self.options.responses, where)
         if isinstance(given, str):
@@ -151,12 +167,3 @@ class PromptFormatter:
                 f"prompts: {where} is refused by the chat template ({error}); change the messages"
             ) from error
         return given, fields, str(text)
-
-
-def _json_bytes(given: str | list[Message], fields: Row, where: str) -> int:
-    try:
-        return len(json.dumps(given)) + len(json.dumps(fields, default=str))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(
-            f"prompts: {where} has columns that are no JSON ({error}); use texts, numbers and lists"
-        ) from None

@@ -53,8 +53,8 @@ class RowOptions(BaseModel):
     )
     path: str | None = key(
         None,
-        "`jsonl`, `parquet`: the file. `datasets`: a folder written by `save_to_disk`, or `module:function` that "
-        "returns a data set (anything with `len` and rows as mappings).",
+        "`jsonl`, `parquet`: the file, or a folder of such files. `datasets`: a folder written by `save_to_disk`, or "
+        "`module:function` that returns a data set (anything with `len` and rows as mappings).",
     )
     task: str | None = key(None, "`reasoning_gym`: the name of its task. `builtin`: `repeat`.")
     config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = key(
@@ -62,13 +62,22 @@ class RowOptions(BaseModel):
         "Options of the task. With `size` a reasoning_gym task is a table of that many rows; without, it has no "
         "end. Those of `repeat` follow.",
     )
-    split: str | None = key(None, "`datasets`: name of the split, where there are several.")
+    split: str | None = key(
+        None,
+        "Name of the split, where there are several. Of a folder of files they are found by name, as the library `datasets` "
+        "does: `train-00000-of-00002.parquet`, `data/test.jsonl`, `validation/…`. Default: `train`.",
+    )
     column: str = key(
         "prompt",
         "Column with the prompt: a string, or a list of messages with `role` and `content`. The other columns go "
         "to the reward functions.",
     )
     template: str = key("{prompt}", "Template of string prompts: `{prompt}`, and any other column by its name.")
+    leave_out: list[str] = key(
+        [],
+        "Columns that are not read, such as images: a column with values that are no numbers, texts, dates or lists of "
+        "them is an error.",
+    )
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -94,11 +103,13 @@ class RowOptions(BaseModel):
         unused = {"task": ["path"], "path": ["task", "config"], None: ["path", "task", "config"]}[needed]
         if needed and not getattr(self, needed):
             yield needed, f"is missing; source = {self.source!r} needs it"
-        for name in unused if self.source == "datasets" else [*unused, "split"]:
+        for name in unused if needed == "path" else [*unused, "split"]:
             if getattr(self, name):
                 yield name, f"means nothing for source = {self.source!r}; take it out"
         if self.source == "builtin" and self.task and self.task not in TASKS:
             yield "task", f"is not known; use one of {sorted(TASKS)}"
+        if self.column in self.leave_out:
+            yield "leave_out", f"has the column of the prompt, {self.column!r}; take it out"
         if "{prompt}" not in self.template:
             yield "template", "must contain {prompt}; write it where the prompt belongs"
         try:

@@ -24,16 +24,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import structlog
 
 from stages.prompts.files import PromptError, Row
 from stages.prompts.formatter import Prompt, PromptFormatter
 from stages.prompts.options import PromptLimits, PromptOptions
+from stages.prompts.rows.values import describe
 from stages.prompts.tables import Table, open_rows
 from stages.prompts.templates import Message
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:
     from stages.models import Tokenizer
+
+log = structlog.get_logger()
 
 PROCEDURAL_ATTEMPTS = 10_000  # draws for one seq, after which a procedural source has no prompt that fits
 LARGEST_BLOCK = 1000  # numbers of a mixture; weights that would need a longer block are rounded to its parts
@@ -76,10 +80,14 @@ def load_prompts(
     opened = {key: (part, open_rows(part, seed)) for key, part in options.parts().items()}
     if any(callable(rows) for _, rows in opened.values()):
         too_long.resume()
-    splits = [
-        _split(rows, PromptFormatter(part, tokenizer, limits), seed, too_long, key)
-        for key, (part, rows) in opened.items()
-    ]
+    formatters = {key: PromptFormatter(part, tokenizer, limits) for key, (part, _) in opened.items()}
+    splits = [_split(rows, formatters[key], seed, too_long, key) for key, (_, rows) in opened.items()]
+    for key, (_, rows) in opened.items():
+        if isinstance(rows, Table) and rows.about:
+            log.info("prompts are read", source=key, rows=rows.about)
+    for key, formatter in formatters.items():
+        for text in describe(formatter.changes):
+            log.info("values of a column become others", source=key, change=text)
     if len(splits) == 1:
         return splits[0]
     weights = [source.weight for source in options.sources]

@@ -6,14 +6,16 @@ jsonl, parquet, datasets, reasoning_gym with a size ──▶ Table          rea
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from array import array
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.compat.extras import extra
 from stages.prompts.files import PromptError, Row, existing, kind_of, lines, open_file, parse_line
 from stages.prompts.options import PromptOptions
+from stages.prompts.rows.splits import DataFiles, choose_split, data_files
 from stages.prompts.tasks import TASKS
 from stages.user_code import imported, place_of
 
@@ -21,7 +23,10 @@ MOST_GENERATED = 1_000_000  # rows of a reasoning_gym task with a size
 
 
 class Table:
-    """``rows`` by their numbers: anything with ``len`` that returns mappings by number."""
+    """``rows`` by their numbers: anything with ``len`` that returns mappings by number. ``about`` says for people which
+    files they are of."""
+
+    about = ""
 
     def __init__(self, rows: Any, name: str) -> None:
         self._rows, self._name = rows, name
@@ -57,11 +62,11 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
                     f"prompts.source = {options.source!r} is no table: its prompts are put while the run goes on"
                 )
             case "jsonl":
-                return JsonRows(Path(path))
+                return JsonRows(_files(path, options.split, ".jsonl"))
             case "parquet":
-                return ParquetRows(Path(path))
+                return ParquetRows(Path(path), _files(path, options.split, ".parquet"), options.leave_out)
             case "datasets":
-                return Table(_dataset(path, options.split), path)
+                return Table(_dataset(path, options.split, options.leave_out), path)
             case "reasoning_gym":
                 return _reasoning_gym(task, options.config, options.column, seed)
             case "builtin":
@@ -74,44 +79,70 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
 
 
 class JsonRows(Table):
-    """The rows of a file of JSON Lines, named by their lines."""
+    """The rows of files of JSON Lines, named by their lines."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(list[Row | None](), str(path))
-        self._lines = array("q")
-        for number, line in lines(path):
-            row = None if line is None else parse_line(line, f"{path}, line {number}")
-            if row is not None or line is None:
-                self._rows.append(row)
-                self._lines.append(number)
+    def __init__(self, of: DataFiles) -> None:
+        super().__init__(list[Row | None](), "")
+        self._files, self._lines, self._ends = of.files, array("q"), list[int]()
+        for path in of.files:
+            for number, line in lines(path):
+                row = None if line is None else parse_line(line, f"{path}, line {number}")
+                if row is not None or line is None:
+                    self._rows.append(row)
+                    self._lines.append(number)
+            self._ends.append(len(self._rows))
+        self.about = of.describe(len(self))
 
     def __getitem__(self, number: int) -> Row:
         return self._rows[number] or {}
 
     def where(self, number: int) -> str:
-        return f"{self._name}, line {self._lines[number]}"
+        return f"{self._files[bisect_right(self._ends, number)]}, line {self._lines[number]}"
 
     def is_unread(self, number: int) -> bool:
         return self._rows[number] is None
 
 
 class ParquetRows(Table):
-    """Rows of a Parquet file, or of a folder of them: Arrow columns, of which one row at a time becomes Python values."""
+    """Rows of Parquet files: Arrow columns, of which one row at a time becomes Python values. Files may differ in columns,
+    and folders below ``path`` named ``name=value`` are a column. Columns in ``leave_out`` are not read."""
 
-    def __init__(self, path: Path) -> None:
-        _require("pyarrow", "Parquet files", "data")
-        import pyarrow.parquet
+    def __init__(self, path: Path, of: DataFiles, leave_out: Sequence[str]) -> None:
+        with extra("data"):
+            import pyarrow.dataset
+            import pyarrow.parquet
 
-        if kind_of(existing(path)) != "a folder":
-            open_file(path).close()
-        super().__init__(pyarrow.parquet.read_table(existing(path)).combine_chunks(), str(path))
+        self._files, self._ends, schemas = of.files, list[int](), []
+        for file in of.files:
+            with open_file(file) as opened, pyarrow.parquet.ParquetFile(opened) as parquet:
+                schemas.append(parquet.schema_arrow.remove_metadata())
+                self._ends.append((self._ends[-1] if self._ends else 0) + parquet.metadata.num_rows)
+        base = existing(path)
+        options = {"format": "parquet", "partitioning": "hive", "partition_base_dir": str(base)}
+        names = [str(file.expanduser()) for file in of.files]
+        found = pyarrow.dataset.dataset(names, **options)
+        schema = pyarrow.unify_schemas([*schemas, found.schema.remove_metadata()], promote_options="permissive")
+        columns = [name for name in schema.names if name not in leave_out]
+        rows = pyarrow.dataset.dataset(names, schema=schema, **options).to_table(columns=columns)
+        super().__init__(rows.combine_chunks(), str(path))
+        self.about = of.describe(len(self))
 
     def __getitem__(self, number: int) -> Row:
         row: Row = self._rows.slice(number, 1).to_pylist()[0]
         return row
 
+    def where(self, number: int) -> str:
+        file = bisect_right(self._ends, number)
+        return f"{self._files[file]}, row {number + 1 - (self._ends[file - 1] if file else 0)}"
 
-def _dataset(path: str, split: str | None) -> Any:
+
+def _files(path: str, split: str | None, suffix: str) -> DataFiles:
+    of = data_files(Path(path), split, suffix)
+    assert of is not None
+    return of
+
+
+def _dataset(path: str, split: str | None, leave_out: Sequence[str]) -> Any:
     if ":" in path:
         make = dataset_function(path)
         try:
@@ -119,16 +150,16 @@ def _dataset(path: str, split: str | None) -> Any:
         except Exception as error:
             raise PromptError(f"prompts.path = {path!r} raised {error!r} ({place_of(error, make)})") from error
     else:
-        _require("datasets", "folders written by save_to_disk", "data")
+        with extra("data"):
+            from datasets import load_from_disk
         folder = saved_folder(path)
-        from datasets import load_from_disk
-
         dataset = load_from_disk(str(folder))
     if isinstance(dataset, Mapping):  # a DatasetDict
-        check_split(path, split, sorted(dataset))
-        dataset = dataset[split]
+        dataset = dataset[choose_split(path, split, dataset)]
     else:
-        check_split(path, split, None)
+        choose_split(path, split, None)
+    if hasattr(dataset, "remove_columns"):
+        dataset = dataset.remove_columns([name for name in leave_out if name in dataset.column_names])
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise PromptError(f"prompts: {path} gave a {type(dataset).__name__}; rows must be reachable by number")
     return dataset
@@ -140,14 +171,6 @@ def saved_folder(path: str) -> Path:
     if kind_of(folder) != "a folder":
         raise PromptError(f"prompts: prompts.path = {path!r} is no folder; give one that save_to_disk has written")
     return folder
-
-
-def check_split(path: str, split: str | None, splits: list[str] | None) -> None:
-    """Raises PromptError when ``split`` is not one of the ``splits`` of a dataset, or given where it has none (None)."""
-    if splits is None and split is not None:
-        raise PromptError(f"prompts.split = {split!r}, but {path} has no splits; drop it")
-    if splits is not None and split not in splits:
-        raise PromptError(f"prompts.split = {split!r} is not in {path}; use one of {splits}")
 
 
 def dataset_function(path: str) -> Callable[[], Any]:
@@ -172,9 +195,9 @@ def _builtin(task: str, config: Mapping[str, Any], column: str, seed: int) -> Ca
 
 
 def _reasoning_gym(task: str, config: Mapping[str, Any], column: str, seed: int) -> Table | Callable[[int], Row]:
-    _require("reasoning_gym", "reasoning_gym tasks", "quickstart")
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
+    with extra("quickstart"):
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
         raise PromptError(f"prompts.task = {task!r} is not a task of reasoning_gym; it has {sorted(DATASETS)}")
@@ -193,7 +216,8 @@ def _reasoning_gym(task: str, config: Mapping[str, Any], column: str, seed: int)
             raise PromptError(
                 f"prompts: reasoning_gym's {task} has no row {number} ({error}); it is a table: give its size in config"
             ) from error
-        return _rename_prompt(entry | {"prompt": entry["question"]}, column)
+        metadata = _with_text_keys(entry["metadata"])  # numbers are keys in some tasks
+        return _rename_prompt(entry | {"prompt": entry["question"], "metadata": metadata}, column)
 
     if "size" in config:
         return Table([row(number) for number in range(len(dataset))], task)
@@ -209,11 +233,13 @@ def check_size(config: Mapping[str, Any]) -> None:
         )
 
 
+def _with_text_keys(value: Any) -> Any:
+    """Return ``value`` with the keys of its mappings as texts, as JSON has them."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _rename_prompt(row: Row, column: str) -> Row:
     """Return ``row`` with its column "prompt" renamed to ``column``."""
     return {column if key == "prompt" else key: value for key, value in row.items()}
-
-
-def _require(module: str, purpose: str, extra: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise PromptError(f"prompts: {purpose} need the package {module}: pip install 'asyncdock[{extra}]'")

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from pipeline.compat.extras import extra
 from stages.json_schema import options_model
 from stages.rewards.answers import Number, number_of, plain_text, read_number
 
@@ -150,6 +151,7 @@ def tagged(response: str) -> str:
 
 @cache
 def _scorer(task: str) -> Callable[..., float]:
-    from reasoning_gym import get_score_answer_fn
+    with extra("quickstart"):
+        from reasoning_gym import get_score_answer_fn
 
     return get_score_answer_fn(task)

@@ -52,9 +52,7 @@ def fill_template(pieces: Sequence[Piece], fields: Row, most: int, where: str) -
             f"prompts: prompts.template does not fit {where}: {error!r}; it may name 'prompt' and "
             f"{sorted(map(str, fields))}, and a brace of its own is written twice"
         ) from error
-    text = "".join(reversed(parts))[-most:]
-    _check_encodable(text, where, "a column that prompts.template names")
-    return text
+    return "".join(reversed(parts))[-most:]
 
 
 def read_chat_template(path: str) -> str:
@@ -91,18 +89,13 @@ def check_chat_options(template: str, options: Mapping[str, Any]) -> None:
 
 def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Message]:
     """Return the prompt in a row's ``column``: a string, or messages. Raises PromptError for anything else."""
-    if not isinstance(row, Mapping):
-        raise PromptError(f"prompts: {where} is a {type(row).__name__}; a row is a mapping of columns")
     if column not in row:
         has = f"it has {sorted(map(str, row))}"
         raise PromptError(f"prompts: {where} has no column {column!r} ({has:.200}); set prompts.column")
     given = row[column]
     if isinstance(given, str) and given:
-        _check_encodable(given, where, f"column {column!r}")
         return given
     if isinstance(given, Sequence) and given and all(_is_message(message) for message in given):
-        for message in given:
-            _check_encodable(message["role"] + message["content"], where, f"a message of column {column!r}")
         return [dict(message) for message in given]
     raise PromptError(
         f"prompts: {where} has {given!r:.200} in column {column!r}; a prompt is a string that is not empty, or a list of "
@@ -123,21 +116,9 @@ def responses_in(row: Mapping[str, Any], columns: Sequence[str], where: str) -> 
                 f"prompts: {where} has {given!r:.200} in column {column!r}; a response is a string, or a list of messages "
                 "that ends with one of the assistant; correct the row, or prompts.responses"
             )
-        _check_encodable(given, where, f"column {column!r}")
         found.append(given)
     return found
 
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
-def _check_encodable(text: str, where: str, part: str) -> None:
-    """Raises PromptError for a text that cannot be written as UTF-8: JSON can hold half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = f"\\u{ord(text[error.start]):04x} at character {error.start + 1}"
-        raise PromptError(
-            f"prompts: {where} has half of a surrogate pair in {part} ({found}), which is no text; take it out"
-        ) from None

@@ -13,7 +13,6 @@ answers in flight alone: an evaluation that one version has no time for is compl
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -115,8 +114,8 @@ class Evaluation:
         order = range(len(answers))
         rows = TensorDict({}, batch_size=[len(answers)])
         rows["response_ids"] = torch.nested.nested_tensor([answers[i].token_ids for i in order], layout=torch.jagged)
-        rows["given"] = NonTensorStack(*(json.dumps(prompt.given) for prompt in evaluator.prompts))
-        rows["fields"] = NonTensorStack(*(json.dumps(prompt.fields, default=str) for prompt in evaluator.prompts))
+        rows["given"] = NonTensorStack(*(prompt.given_json for prompt in evaluator.prompts))
+        rows["fields"] = NonTensorStack(*(prompt.fields_json for prompt in evaluator.prompts))
         scores = await score_rows(evaluator.rewards, evaluator.tokenizer, rows)
         counted, failed = scores.counted, has_failed(scores.scores)
         rewards = [float(total) if has else None for total, has in zip(scores.total, counted, strict=True)]

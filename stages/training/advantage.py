@@ -76,7 +76,7 @@ class Advantage(Stage):
     """The stage of an algorithm's credit, with ``truncated`` as ``rollout.truncated`` says. ``rewards``: the functions, in
     the order of ``scores``; none where these are not read. ``rated``: the index that keeps the pass rates of prompts.
     ``alarm`` watches that not all groups are dropped. ``refill``: the index that knows how far a step is, and the number of
-    groups that it may drop; None: any number."""
+    groups that it may drop; None: any number. ``masked``: a stage before this one makes ``loss_mask``."""
 
     name = CREDIT
 
@@ -88,12 +88,14 @@ class Advantage(Stage):
         rated: PassRateCalls | None = None,
         alarm: DropAlarm | None = None,
         refill: tuple[Index, int] | None = None,
+        masked: bool = False,
     ) -> None:
         self._alarm, self._refill = alarm, refill
         self.algorithm, self.truncated, self.rewards, self._rated = algorithm, truncated, rewards, rated
         also = {name: "" for name, reads in {"scores": rewards, "reward": rated}.items() if reads}
         declared = credit_stage(algorithm, truncated, also)  # type: ignore[arg-type]
-        self.fetches = tuple(declared.needs if declared else ())
+        optional = declared.optional if declared and masked else ()
+        self.fetches = (*(declared.needs if declared else ()), *optional)
 
     def room(self, held: int) -> int:
         return GROUPS_AT_ONCE
@@ -150,7 +152,8 @@ def credits(
 ) -> tuple[list[list[int]], list[Result]]:
     """The credit of each group of ``rows``, and the positions of its rows. ``groups`` names the group of each row;
     ``tokens`` has the length of each response. A group in which one of the functions ``rewards`` failed is dropped."""
-    read = tuple(algorithm.credit_reads) if algorithm.credit_makes else ()
+    optional = [name for name in algorithm.credit_optional if name in rows]
+    read = (*algorithm.credit_reads, *optional) if algorithm.credit_makes else ()
     columns, members = plain_columns(rows, read), groups_of(groups)
     failed = rows["scores"].isinf() if rewards else torch.zeros(len(rows), 0)
     absent = rows["scores"].isnan().all(dim=1) if rewards else torch.zeros(len(rows), dtype=torch.bool)

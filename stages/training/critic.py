@@ -2,12 +2,14 @@
 
     rank 0 of the train engine                    the critic's worker
       replay, then ─▶ order "begin" ────────────▶ values: a stage of the flow, for groups that training will take
-      claim a step ─▶ order "train" ─┬──────────▶ the same rows ─▶ engine.train_batch ─▶ answer: metrics
+      claim a step ─▶ order "train" ─┬──────────▶ the same rows ─▶ engine.train_batch ─▶ answer: metrics, or skipped
                       train beside it┘                                                     │
+      one has skipped it: the other undoes it ◀────────────────────────────────────────────┤
       commit the step, once both have trained ◀────────────────────────────────────────────┘
       every k steps ─▶ order "save" ────────────▶ copy the state ─▶ answer; the written files are reported apart
 
 The index records a step, and the gate opens for the next one, when policy and critic have both trained: one commit is both.
+A batch of which one of the two has a loss or gradient that is not finite is skipped by both.
 The two workers live and die as one; those that are started next load one checkpoint and replay the recorded steps, of which
 the values are still in the warehouse. Orders and answers are numbered entries of two logs in the index. A critic on several
 ranks is a rank group as the policy's trainer is (stages.training.ranks): its rank 0 is "the critic's worker" above.
@@ -21,7 +23,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgpack
-import structlog
 import torch
 from tensordict import TensorDictBase
 
@@ -29,14 +30,12 @@ from pipeline.index.client import Claim, Index
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
-from stages.engines.protocols import TrainEngine
+from stages.engines.protocols import UndoableEngine
 from stages.engines.strategies import Ranks
 from stages.training.ranks import RankGroup, RankWorker, train_batch
 
-log = structlog.get_logger()
 
-
-class CriticEngine(TrainEngine, Protocol):
+class CriticEngine(UndoableEngine, Protocol):
     """A train engine whose model gives values."""
 
     def values(self, batch: TensorDictBase) -> torch.Tensor:
@@ -88,8 +87,7 @@ class CriticOrders:
 class CriticWorker:
     """Carries out rank 0's orders, until the order to end. ``trained`` counts the steps in the engine's weights; ``save``
     begins to write the engine's state below a folder, and returns what to await until it is written; ``begin`` is called
-    once recorded steps are replayed. ``most_skipped`` steps in a row that are not finite end the worker. ``rank_group``:
-    this worker is rank 0 of it, and passes the work on to the others."""
+    once recorded steps are replayed. ``rank_group``: this worker is rank 0 of it, and passes the work on to the others."""
 
     def __init__(
         self,
@@ -101,13 +99,11 @@ class CriticWorker:
         version: int,
         save: Callable[[Path], Awaitable[Awaitable[None]]],
         begin: Callable[[], None],
-        most_skipped: int,
         rank_group: RankGroup | None = None,
     ) -> None:
         self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
         self.dock, self.engine, self.algorithm, self.orders = dock, engine, algorithm, orders
         self.trained, self._save, self._begin = version, save, begin
-        self._most_skipped, self._skipped = most_skipped, 0
         self.computing = asyncio.Lock()  # the engine takes one call at a time
 
     async def run(self) -> None:
@@ -133,6 +129,10 @@ class CriticWorker:
                 if order["trained"] != self.trained:
                     raise RuntimeError(f"critic: is at version {self.trained}, the policy at {order['trained']}")
                 return await self._train(Claim("", order["claim"]["token"], order["claim"]))
+            case "undo":  # the policy has skipped the batch
+                async with self.computing:
+                    await self.rank_group.broadcast("undo")
+                    await asyncio.to_thread(self.engine.undo)
             case "save":
                 async with self.computing:
                     await self.rank_group.broadcast("save", together=False, folder=order["folder"])
@@ -140,25 +140,22 @@ class CriticWorker:
                 writing.create_task(self._report(written))
         return {}
 
-    async def _train(self, claim: Claim) -> Mapping[str, float]:
-        """Train on the claim's rows; returns the metrics."""
+    async def _train(self, claim: Claim) -> Mapping[str, Any]:
+        """Train on the claim's rows. Returns the ``metrics``, and why the batch was ``skipped``, or ""."""
         columns = trained_columns(self.algorithm, self.dock.schema)
-        shares = await self.rank_group.deal(self.dock, claim)
+        shares = await self.rank_group.deal(self.dock, claim, self.algorithm)
         batch = await self.rank_group.fetch(self.dock, claim, shares, columns, self.trained)
         try:
             async with self.computing:
                 await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
                 metrics = await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
         except FloatingPointError as refused:
-            self._skipped += 1
-            if self._skipped >= self._most_skipped:
-                raise
-            log.warning("the critic's step was skipped", step=self.trained, reason=str(refused))
-            self.trained += 1
-            return {"critic_skipped": 1.0}
-        self._skipped = 0
+            answer: Mapping[str, Any] = {"metrics": {}, "skipped": str(refused)}
+        else:
+            named = {name if "value" in name else f"critic_{name}": float(value) for name, value in metrics.items()}
+            answer = {"metrics": named, "skipped": ""}
         self.trained += 1
-        return {name if "value" in name else f"critic_{name}": float(value) for name, value in metrics.items()}
+        return answer
 
     async def _report(self, written: Awaitable[None]) -> None:
         await written

@@ -17,9 +17,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
+import numpy as np
 import structlog
 import torch
 from tensordict import TensorDict
@@ -30,15 +31,13 @@ from stages.algorithms.batch import trained_columns
 from stages.algorithms.interface import AGES
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.plans import GroupShape, deal
-from stages.engines.protocols import TrainEngine
+from stages.engines.protocols import TrainEngine, UndoableEngine
 from stages.engines.strategies import Ranks
-from stages.flow.catalogue import AGE, STALENESS
+from stages.flow.catalogue import AGE, MASK, STALENESS, TOKEN_STALENESS, VERSIONS
 from stages.training.device_lease import DeviceLease
 from stages.weights.store import Published, Publisher, joined, probed
 
 log = structlog.get_logger()
-
-VERSIONS = "versions"
 
 
 class RankGroup:
@@ -87,9 +86,9 @@ class RankGroup:
         self._parts += 1
         return joined(parts)
 
-    async def deal(self, dock: Dock, claim: Claim, *, whole: bool = False) -> list[list[int]]:
-        """Returns the claim's positions for each replica, balanced by tokens. The result depends on the claim alone, so that
-        a replay gets the same. ``whole``: no group is cut."""
+    async def deal(self, dock: Dock, claim: Claim, algorithm: AlgorithmLike) -> list[list[int]]:
+        """Returns the claim's positions for each replica, so that the tokens of each of the algorithm's mini-batches are
+        balanced. The result depends on the claim alone, so that a replay gets the same."""
         if self.ranks.dp == 1:
             return [list(range(len(claim)))]
         groups: dict[int, list[int]] = {}
@@ -101,7 +100,17 @@ class RankGroup:
             GroupShape(int(length), tuple(claim.tokens[positions].tolist()))
             for length, positions in zip(prompts["prompt_ids"].lengths(), members, strict=True)
         ]
-        shares = deal(shapes, self.ranks.dp, whole=whole)
+        trained = claim.tokens
+        if MASK in dock.schema:
+            masks = (await dock.fetch(claim, [MASK]))[MASK]
+            trained = np.array([int(mask.sum()) for mask in masks.unbind()])
+        shares = deal(
+            shapes,
+            self.ranks.dp,
+            whole=algorithm.unit == "group",
+            mini_batches=algorithm.mini_batches,
+            trained=[trained[positions].tolist() for positions in members],
+        )
         return [[members[piece.group][row] for piece in share for row in piece.rows] for share in shares]
 
     async def fetch(
@@ -145,9 +154,11 @@ class RankWorker:
                     claim = Claim("", order["claim"]["token"], order["claim"])
                     columns = trained_columns(self.algorithm, self.dock.schema)
                     batch = await self.rank_group.fetch(self.dock, claim, order["shares"], columns, self.trained)
-                    with suppress(FloatingPointError):  # of all ranks: rank 0 records that the step was skipped
+                    with suppress(FloatingPointError):  # of all ranks: rank 0 records that the batch was skipped
                         await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
                     self.trained += 1
+            case "undo":
+                await asyncio.to_thread(cast("UndoableEngine", self.engine).undo)
             case "publish":
                 part = await asyncio.to_thread(self._publish, order["probe"], order["version"])
                 if part is not None:
@@ -170,27 +181,40 @@ class RankWorker:
 
 def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None) -> TensorDict:
     """Returns ``rows`` with the columns ``group`` and ``place``, and for a trainer that has made ``trained`` steps
-    ``staleness``, and ``age`` in the place of ``versions``, as :meth:`TrainEngine.train_batch` takes them."""
+    ``staleness``, and in the place of ``versions`` the ``age`` and the staleness of each token, as
+    :meth:`TrainEngine.train_batch` takes them."""
     batch = rows.copy()
     batch["group"] = torch.from_numpy(claim.group.astype("int64"))
     batch["place"] = torch.from_numpy(claim.place.astype("int64"))
     if trained is not None:
         batch[STALENESS] = trained - torch.from_numpy(claim.oldest_version.astype("int64"))
         if VERSIONS in batch:
-            ages = [ages_of(row.tolist(), trained) for row in batch[VERSIONS].unbind()]
-            batch[AGE] = torch.nested.nested_tensor(ages, layout=torch.jagged)
+            versions = [row.tolist() for row in batch[VERSIONS].unbind()]
+            for name, of in ((TOKEN_STALENESS, staleness_of), (AGE, ages_of)):
+                rows_of = [of(row, trained) for row in versions]
+                batch[name] = torch.nested.nested_tensor(rows_of, layout=torch.jagged)
             del batch[VERSIONS]
     return batch
 
 
+def staleness_of(versions: Sequence[int], trained: int) -> torch.Tensor:
+    """Returns int64 [T], the steps that a trainer which has made ``trained`` steps has made since each token of a response
+    was generated. ``versions``: version, tokens, version, tokens, … of the response.
+
+    >>> staleness_of([1, 2, 5, 1, 7, 2], 7).tolist()
+    [6, 6, 2, 0, 0]
+    """
+    generated, counts = torch.tensor(versions[::2]), torch.tensor(versions[1::2])
+    return (trained - generated).repeat_interleave(counts)
+
+
 def ages_of(versions: Sequence[int], trained: int) -> torch.Tensor:
-    """Returns int64 [T], the index into AGES of each token of a response, for a trainer that has made ``trained`` steps.
-    ``versions``: version, tokens, version, tokens, … of the response.
+    """Returns int64 [T], the index into AGES of each token of a response; see :func:`staleness_of`.
 
     >>> ages_of([6, 2, 7, 1], 7).tolist(), ages_of([7, 2], 7).tolist()
     ([1, 1, 5], [0, 0])
     """
-    made, counts = torch.tensor(versions[::2]), torch.tensor(versions[1::2])
-    age = (trained - made).clamp(0, len(AGES) - 2)
-    age[(made == trained) & (made > made.min())] = AGES.index("resumed")
-    return age.repeat_interleave(counts)
+    staleness = staleness_of(versions, trained)
+    ages = staleness.clamp(0, len(AGES) - 2)
+    ages[(staleness == 0) & (staleness < staleness.max())] = AGES.index("resumed")
+    return ages

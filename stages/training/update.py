@@ -33,7 +33,7 @@ from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
-from stages.engines.protocols import TrainEngine
+from stages.engines.protocols import TrainEngine, UndoableEngine
 from stages.engines.strategies import Ranks
 from stages.rewards.scores import has_failed, has_reward
 from stages.sample_log import Recorder, Sample
@@ -190,19 +190,26 @@ class Update(Stage):
         return metrics, ""
 
     async def _train(self, claim: Claim) -> Mapping[str, float]:
-        """One optimizer step on the claim's rows, by all ranks, and by the critic beside them."""
+        """The optimizer steps on the claim's rows, by all ranks, and by the critic beside them: of both or of neither."""
         if self.critic is None:
             return await self._train_policy(claim)
         critic = self.critic.send("train", claim=claim.record(), trained=self.trained)
         both = await asyncio.gather(self._train_policy(claim), critic, return_exceptions=True)
-        for result in both:
-            if isinstance(result, BaseException):  # the critic has trained nevertheless, as it does in a replay
-                raise result
-        policy, learned = cast("tuple[dict[str, float], dict[str, float]]", both)
-        return {**policy, **learned}
+        policy, answer = both
+        if isinstance(answer, BaseException):
+            raise answer
+        if isinstance(policy, BaseException):
+            if isinstance(policy, FloatingPointError) and not answer["skipped"]:
+                await self.critic.send("undo")
+            raise policy
+        if answer["skipped"]:
+            await self.rank_group.broadcast("undo")
+            await asyncio.to_thread(cast("UndoableEngine", self.engine).undo)
+            raise FloatingPointError(f"critic: {answer['skipped']}")
+        return {**policy, **answer["metrics"]}
 
     async def _train_policy(self, claim: Claim) -> Mapping[str, float]:
-        shares = await self.rank_group.deal(self.dock, claim, whole=self.algorithm.unit == "group")
+        shares = await self.rank_group.deal(self.dock, claim, self.algorithm)
         await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
         columns = trained_columns(self.algorithm, self.dock.schema)
         batch = await self.rank_group.fetch(self.dock, claim, shares, columns, self.trained)

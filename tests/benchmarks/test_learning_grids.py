@@ -28,9 +28,14 @@ def test_a_grid_goes_on_where_it_was_ended(
     main(staleness, monkeypatch, *part, "--staleness", "0", "--arms", "none", "auto")
     assert begun[:-2] in file.read_text(), "a run was repeated"
     none, auto = read_trials(file)
-    assert (none.recipe, auto.recipe) == ("tiny/none/0.003", "tiny/auto/0.003")
+    assert (none.recipe, auto.recipe) == ("tiny/none/0.003/paced", "tiny/auto/0.003/paced")
     assert none.reward == auto.reward, "with a bound of 0 auto is none, bit for bit"
-    assert "auto" in capsys.readouterr().out
+    main(staleness, monkeypatch, *part, "--staleness", "1", "--arms", "unweighted", "--admission", "eager", "paced")
+    eager, paced = read_trials(file)[2:]
+    assert (eager.recipe, paced.recipe) == ("tiny/unweighted/0.003/eager", "tiny/unweighted/0.003/paced")
+    shown = capsys.readouterr().out
+    assert "auto" in shown
+    assert [line.count("eager") for line in shown.splitlines()].count(1) == 2, "of rewards, and of staleness"
 
 
 def test_waste_reports_every_dropped_token(

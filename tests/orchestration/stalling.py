@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,10 +39,32 @@ def paused(recipe: Any, *, version: int, weights: Path | None, once: str) -> Pau
 LONG_GROUP, LONG_FACTOR = 6, 100
 
 
+@dataclass(frozen=True)
+class Visit:
+    """What a worker was asked for of a response: at most ``budget`` tokens (0: all of them) after the ``begun`` ones; and
+    what it will make."""
+
+    group: int
+    place: int
+    begun: int
+    budget: int
+    made: int
+    is_cut: bool
+
+
 class LongTailedEngine(MockRolloutEngine):
-    """The first response of group LONG_GROUP has LONG_FACTOR times the median length."""
+    """The first response of group LONG_GROUP has LONG_FACTOR times the median length. ``visits`` are those of all engines
+    of this process."""
+
+    visits: ClassVar[list[Visit]] = []
 
     def _row(self, request: GroupRequest, place: int, stream: Any) -> Any:
+        row = self._long_tailed(request, place, stream)
+        made, is_cut = row.tokens - row.begun, row.finish_reason == "cut"
+        self.visits.append(Visit(request.group, place, row.begun, request.params.budget, made, is_cut))
+        return row
+
+    def _long_tailed(self, request: GroupRequest, place: int, stream: Any) -> Any:
         row = super()._row(request, place, stream)
         if (request.group, place) == (LONG_GROUP, 0):
             budget = request.params.budget

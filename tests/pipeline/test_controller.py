@@ -314,6 +314,35 @@ async def test_stop_finishes_what_is_held_and_claims_no_more(dock: Dock) -> None
     assert (await dock.index.stats())["stages"]["double"] == {"ready": 4, "leased": 0, "takes": "rows"}
 
 
+async def test_what_a_stopped_worker_has_not_begun_goes_to_another_at_once(dock: Dock) -> None:
+    """A stage that is closed returns without the rows that it has not begun; nobody waits for the end of their lease."""
+
+    class Leaving(Double):
+        leaving = False
+
+        async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
+            async for output in super().process(claim, rows):
+                yield output
+                if self.leaving:
+                    return
+
+    await admit(dock, range(3))
+    stage = Leaving()
+    stage.gate.clear()
+    controller = Controller(dock, stage)
+    running = asyncio.create_task(controller.run())
+    await until(lambda: bool(stage.claimed), "a claim")
+    assert stage.claimed == [[0, 1, 2]]
+    stage.leaving = True
+    controller.stop()
+    stage.gate.set()
+    await asyncio.wait_for(running, 10)
+    assert (await dock.index.stats())["stages"]["double"] == {"ready": 2, "leased": 0, "takes": "rows"}
+    again = await dock.claim("double", 10)
+    assert again is not None
+    assert again.group.tolist() == [1, 2]
+
+
 async def test_a_wake_up_makes_it_look_again(dock: Dock) -> None:
     """The index cannot know that an engine got room, or loaded a version."""
     await admit(dock, range(2))

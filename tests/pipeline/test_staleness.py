@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.staleness import max_age, slack_for
+from pipeline.staleness import StalenessPlan, max_age, slack_for
 from tests.pipeline.staleness_model import Plan, windowed_pick
 
 plans = st.builds(
@@ -147,3 +148,17 @@ def test_the_pick_obeys_the_window_and_finds_a_step_whenever_one_exists(
 def test_window_one_is_admission_order() -> None:
     assert windowed_pick(4, [5, 6, 7], groups=2, window=1) is None
     assert windowed_pick(4, [7, 5, 4], groups=2, window=1) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [
+        ((-1, 1, 1), "bound: -1 is too small; use at least 0"),
+        ((0, 0, 1), "groups_per_step: 0 is too small; use at least 1"),
+        ((0, 1, 0), "window: 0 is too small; use at least 1"),
+    ],
+)
+def test_limits_without_a_meaning_are_refused(limits: tuple[int, int, int], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        StalenessPlan(*limits)
+    assert StalenessPlan(0, 1, 1).groups_in_flight == 1

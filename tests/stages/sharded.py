@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,6 +27,7 @@ from benchmarks.families import model_of as family_model
 from orchestration.run import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO
+from stages.algorithms.supervised.dpo import DPO
 from stages.engines.plans import GroupShape, deal
 from stages.engines.strategies import Ranks
 from stages.engines.torch import layers as torch_layers
@@ -168,7 +173,7 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: value.detach().float().numpy().copy() for name, value in tensors.items()}
 
 
-def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any], of_ppo: dict[str, Any]) -> dict[str, Any]:
     """Two steps of PPO with a value head on the trunk, by one process (None) or a rank: metrics, value head, weights; and
     with a ``folder`` a checkpoint in it."""
     made = model_of("llama")
@@ -180,7 +185,7 @@ def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any]) -> di
         for row, reward in zip(rows, torch.linspace(-1, 1, len(rows)), strict=True):
             row["reward"] = reward
         kept = range(len(rows)) if ranks is None else positions(ranks.dp)[ranks.replica]
-        metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), PPO(epochs=1))))
+        metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), PPO(epochs=1, **of_ppo))))
     if folder:
         writer = checkpoint.Writer(engine, ranks.rank if ranks else 0)
         writer.copy()
@@ -421,3 +426,125 @@ def masked_step(ranks: Ranks) -> dict[str, float]:
 
     engine = ShardedTrainEngine(tiny_llama(), ranks, **OPTIONS)
     return dict(engine.train_batch(of_masked(ranks), GRPO()))
+
+
+def drawn_case(seed: int) -> dict[str, Any]:
+    """A batch of log-normal lengths, some rows of it masked, and what is trained on it."""
+    made = random.Random(seed)
+    kind = ("grpo", "dpo", "ppo")[seed % 3]
+    groups = made.randint(2, 6)
+    size = 2 if kind == "dpo" else made.randint(1, 4)
+    lengths = [[1 + min(40, int(made.lognormvariate(1.5, 1.0))) for _ in range(size)] for _ in range(groups)]
+    masked = [[made.random() < 0.3 for _ in of] for of in lengths]
+    masked[0][0] = False
+    return {
+        "kind": kind,
+        "groups": [(made.randint(1, 12), of) for of in lengths],
+        "masked": masked if made.random() < 0.6 else [[False for _ in of] for of in lengths],
+        "epochs": made.randint(1, 2),
+        "mini_batches": made.randint(1, 4),
+        "seed": seed,
+    }
+
+
+def batch_of_case(case: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """The rows of a case, in the order of groups and places."""
+    rows = unstack(make_batch(case["groups"], case["seed"]))
+    masked = itertools.chain(*case["masked"])
+    for number, (row, is_masked) in enumerate(zip(rows, masked, strict=True)):
+        row["loss_mask"] = torch.full(row["response_ids"].shape, not is_masked)
+        row["reward"] = torch.tensor(number % 3 - 1.0)
+        row["preference"] = 1.0 - 2.0 * row["place"].clamp(max=1)
+    return rows
+
+
+def algorithm_of_case(case: dict[str, Any]) -> Any:
+    algorithm = {"grpo": GRPO(kl_coef=0.1), "dpo": DPO(), "ppo": PPO()}[case["kind"]]
+    return algorithm.model_copy(update={"epochs": case["epochs"], "mini_batches": case["mini_batches"]})
+
+
+def optimizer_steps(
+    ranks: Ranks | None, cases: list[dict[str, Any]], how: str, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Of each case, in float64: the gradient's norm of each optimizer step, its metrics, and the weights after it; by one
+    process (None) or a rank. ``how``: as a run deals the rows, or ``lopsided``: the first replicas get one row each."""
+    found = []
+    for case in cases:
+        of = {**OPTIONS, **options, "value_head": case["kind"] == "ppo"}
+        model = model_of("llama", dtype=torch.float64)
+        engine = TorchTrainEngine(model, **of) if ranks is None else ShardedTrainEngine(model, ranks, **of)
+        rows, algorithm = batch_of_case(case), algorithm_of_case(case)
+        if ranks is not None and how == "lopsided":
+            rows = rows[ranks.replica :][:1] if ranks.replica < ranks.dp - 1 else rows[ranks.dp - 1 :]
+        elif ranks is not None:
+            shapes = [GroupShape(prompt, tuple(lengths)) for prompt, lengths in case["groups"]]
+            trained = [
+                [0 if is_masked else length for length, is_masked in zip(lengths, masked, strict=True)]
+                for (_, lengths), masked in zip(case["groups"], case["masked"], strict=True)
+            ]
+            whole, count = algorithm.unit == "group", algorithm.mini_batches
+            shares = deal(shapes, ranks.dp, whole=whole, mini_batches=count, trained=trained)
+            own = {(piece.group + 40, row) for piece in shares[ranks.replica] for row in piece.rows}
+            rows = [row for row in rows if (int(row["group"]), int(row["place"])) in own]
+        norms: list[float] = []
+        clip = engine._clip
+        engine._clip = lambda norms=norms, clip=clip: norms.append(clip()) or norms[-1]  # type: ignore[method-assign]
+        metrics = dict(engine.train_batch(stack(rows), algorithm))
+        weights = {name: value.numpy().copy() for name, value in weights_of(engine).items()}
+        found.append({"norms": norms, "metrics": metrics, "weights": weights})
+    return found
+
+
+def batch_with_rewards(seed: int) -> TensorDict:
+    rows = unstack(make_batch(seed=seed))
+    for row, reward in zip(rows, torch.linspace(-1, 1, len(rows)), strict=True):
+        row["reward"] = reward
+    return stack(rows)
+
+
+@contextmanager
+def spoiled(engine: Any, at: int, what: str = "gradient") -> Iterator[None]:
+    """Meanwhile this process has a gradient, or a loss, that is no number in optimizer step ``at``, counted from 1."""
+    calls, clip, add_up = itertools.count(1), engine._clip, engine._add_up
+
+    def spoiling_clip() -> float:
+        if what == "gradient" and next(calls) == at:
+            owner = engine._sharded if isinstance(engine, ShardedTrainEngine) else engine._trained
+            gradients = [parameter.grad for parameter in owner.values() if parameter.grad is not None]
+            getattr(gradients[0], "_local_tensor", gradients[0]).fill_(torch.nan)
+        return float(clip())
+
+    def spoiling_sums(metrics: dict[str, float], everywhere: bool) -> dict[str, float]:
+        added: dict[str, float] = add_up(metrics, everywhere)
+        return added | {"loss": torch.nan} if what == "loss" and next(calls) == at else added
+
+    engine._clip, engine._add_up = spoiling_clip, spoiling_sums
+    try:
+        yield
+    finally:
+        engine._clip, engine._add_up = clip, add_up
+
+
+def skipped_on_ranks(ranks: Ranks, where: str) -> dict[str, Any]:
+    """Three batches of two epochs and two mini-batches. Of the second one the last rank has something that is no number:
+    the rows of its last group, a gradient or a loss."""
+    engine = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS, warmup_steps=8, compute=torch.bfloat16)
+    several, is_last = algorithm().model_copy(update={"epochs": 2, "mini_batches": 2}), ranks.rank == ranks.world - 1
+    engine.train_batch(share(ranks, seed=0), several)
+    before = whole_state(engine)
+    batch, error = share(ranks, seed=1), ""
+    if where == "rows":
+        numbers = batch["group"]
+        last = max(int(number) for number in make_batch()["group"])
+        batch["advantage"][numbers == last] = torch.nan
+    try:
+        with spoiled(engine, 2, where if is_last else ""):
+            engine.train_batch(batch, several)
+    except FloatingPointError as refused:
+        error = str(refused)
+    after = whole_state(engine)
+    differs = [name for name, value in before.items() if not np.array_equal(value, after[name])]
+    counts = {"step": engine.step, "version": engine.version}
+    metrics = dict(engine.train_batch(share(ranks, seed=2), several))
+    rate = metrics["learning_rate"]
+    return {"error": error, "differs": differs, **counts, "learning_rate": rate, "next": metrics}

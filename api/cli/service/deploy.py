@@ -13,6 +13,7 @@ import typer
 from api.cli.exit_codes import FAILED
 from api.cli.options import IndexOption
 from api.cli.output import refuse
+from pipeline.compat.extras import ExtraMissing
 
 
 def deploy_command(
@@ -37,12 +38,9 @@ def deploy_command(
 ) -> None:
     """Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray Serve's autoscaling."""
     try:
-        import ray
-        from ray import serve
-
-        from api.policy.deployment import PolicyDeployment
-    except ImportError as error:
-        refuse(f"deploy: {error}; install it with: pip install 'asyncdock[ray]'", FAILED)
+        from api.policy.deployment import PolicyDeployment, ray, serve
+    except ExtraMissing as error:
+        refuse(f"deploy: {error}", FAILED)
     from api.server.service import Settings
     from orchestration.service.index_server import ServiceIndex
 

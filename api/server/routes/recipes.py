@@ -64,13 +64,13 @@ async def get_recipe(service: Service, path: RecipePath) -> StoredRecipe:
 async def check_recipe(service: Service, request: web.Request, body: RecipeSubmission, raw: bytes) -> CheckedRecipe:
     """Answers with every problem of the recipe (422), or with what follows from it. Nothing is started."""
     answer = await checked(service, request, submission=raw.decode(), plan=True)
-    return CheckedRecipe(recipe=json.loads(answer["recipe"]), plan=answer["plan"], examples=answer["examples"])
+    return CheckedRecipe(**answer | {"recipe": json.loads(answer["recipe"])})
 
 
 async def checked(service: Service, request: web.Request, *, plan: bool, **given: Any) -> dict[str, Any]:
     """Return ``recipe``, that of the body ``submission``, or the ``recipe`` of a run that goes on with the ``overrides``, as
-    JSON with all defaults, and if ``plan`` is true its ``plan`` and ``examples``. Raises an HTTPProblem with every error of
-    the recipe."""
+    JSON with all defaults, and if ``plan`` is true its ``plan``, ``prompts`` and ``examples``. Raises an HTTPProblem with
+    every error of the recipe."""
     settings = service.settings.model_dump(mode="json")
     try:
         answer = await while_wanted(request, service.checks.ask({"settings": settings, "plan": plan, **given}))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.problems import Problem, value_or_none
 from orchestration.recipe.schema import Recipe
+from pipeline.compat.extras import install, is_installed
 
 NONE = "or model.lora.rank = 0"
 VLLM_RANKS = 512  # the largest that vLLM has room for
@@ -37,8 +37,8 @@ def adapters_are_possible(recipe: Recipe) -> Iterator[Problem]:
 def adapters_fit_the_model(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     if (adapters := recipe.adapters) is None or recipe.model.source == "mock":
         return
-    if importlib.util.find_spec("peft") is None:
-        yield problem(recipe, "model.lora.rank", "needs the package peft", "pip install 'asyncdock[lora]'")
+    if not is_installed("peft"):
+        yield problem(recipe, "model.lora.rank", "needs the package peft", install("lora"))
     from stages.adapters.names import adapted_layers
     from stages.models import empty_model
 

@@ -14,6 +14,7 @@ from orchestration.recipe.schema import Recipe
 from stages.prompts.file_checks import PromptCheck
 from stages.prompts.files import PromptError, Reading, Row
 from stages.prompts.options import PromptOptions
+from stages.prompts.rows.values import describe
 from stages.prompts.templates import check_chat_options, read_chat_template
 from stages.prompts.too_long import LongPrompts
 
@@ -51,6 +52,19 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
     except PromptError as error:
         wrong, fix = split_fix(str(error).removeprefix("prompts: "))
         raise RecipeError(recipe.name, [Problem("prompts", None, wrong, fix)]) from error
+    return found
+
+
+def prompt_sources(recipe: Recipe) -> list[str]:
+    """Say which files, splits and rows the prompts of a sound ``recipe`` are of, and which columns' values become others. As
+    far as a check reads; nothing is said of sources whose rows other programs or functions make."""
+    found = []
+    for key, part in recipe.prompts.parts().items():
+        check = PromptCheck(part, Reading())
+        for _ in check.faults():
+            pass
+        texts = [check.about] if check.about else []
+        found += [f"{key}: {text}" for text in [*texts, *describe(check.changes)]]
     return found
 
 

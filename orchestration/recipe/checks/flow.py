@@ -43,17 +43,13 @@ def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
         )
         fix = "set evaluate.every = 0, or give the reward's parameter a default"
         yield Problem("evaluate.every", recipe.evaluate.every, wrong, fix)
-    mini_batches, groups = recipe.algorithm.options.get("mini_batches", 1), recipe.train.groups_per_step
+    algorithm, groups = algorithm_of(recipe), recipe.train.groups_per_step
+    mini_batches = algorithm.mini_batches
+    if mini_batches > groups:
+        wrong = f"is more than the {groups} groups of a step"
+        fix = f"use at most {groups}, or set train.groups_per_step = {mini_batches} or more"
+        yield Problem("algorithm.options.mini_batches", mini_batches, wrong, fix)
     dp, key = max((recipe.train.dp, "train.dp"), (recipe.critic.dp if recipe.trains_critic else 1, "critic.dp"))
-    if mini_batches * dp <= groups:
-        return
-    if mini_batches > 1:  # a rank may get a single group
-        wrong, fix = (
-            f"times {key} = {dp} is more than the {groups} groups of a step",
-            f"use at most {max(1, groups // dp)}",
-        )
-        more = f", or set train.groups_per_step = {mini_batches * dp} or more"
-        yield Problem("algorithm.options.mini_batches", mini_batches, wrong, fix + more)
-    elif algorithm_of(recipe).unit == "group":
+    if algorithm.unit == "group" and dp > groups:
         wrong = f"is more than the {groups} groups of a step, which this algorithm's loss takes whole"
         yield Problem(key, dp, wrong, f"use at most {groups}, or set train.groups_per_step = {dp} or more")

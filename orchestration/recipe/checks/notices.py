@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 
@@ -14,6 +15,13 @@ def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Proble
     if recipe.train.precision == "model" and recipe.model.dtype != "float32" and recipe.runs_stage("update"):
         wrong = f"rounds updates to {recipe.model.dtype}: at usual learning rates most weights do not change"
         yield Problem("train.precision", "model", wrong, "leave it out, for float32 master weights")
+    if recipe.runs_stage("update"):
+        for metric, reason in algorithm_of(recipe).constants(recipe.pipeline.staleness).items():
+            fix = "set algorithm.options.mini_batches or epochs to 2 or more, or take it for what it is"
+            yield Problem("algorithm.options", None, f"{metric} {reason}", fix)
+    if recipe.logprob_temperature != recipe.rollout.temperature:
+        wrong = "has no effect: prompts.responses are given, nothing is sampled, and evaluations are greedy"
+        yield Problem("rollout.temperature", recipe.rollout.temperature, wrong, "leave it out")
     if change is not None and longest > change:
         wrong = (
             f"makes rows of {longest} tokens possible: longrope's long factors are used for all rows, while transformers "

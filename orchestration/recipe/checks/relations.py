@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import operator
@@ -19,6 +18,7 @@ from orchestration.recipe.problems import Problem, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, CriticSection, TrainSection
 from orchestration.recipe.values import format_size
+from pipeline.compat.extras import install, is_installed
 from pipeline.index.address import redacted
 from pipeline.staleness import passing_steps
 from stages.engines.strategies import fits_ulysses
@@ -62,7 +62,7 @@ def vllm_table_is_used(recipe: Recipe) -> Iterator[Problem]:
 
 @check(
     *(f"rollout.{key}" for key in ("engine", "vllm", "top_k", "top_p", "temperature", "stop", "max_tokens")),
-    "prompts.max_prompt_tokens",
+    *("prompts.max_prompt_tokens", "prompts.responses"),
 )
 def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
     rollout, vllm = recipe.rollout, recipe.rollout.vllm
@@ -70,7 +70,7 @@ def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
         return
     if vllm.max_model_len:
         yield from _holds_longest_row(recipe, "rollout.vllm.max_model_len", vllm.max_model_len)
-    if (rollout.top_k or rollout.top_p < 1) and rollout.temperature != 1:
+    if (rollout.top_k or rollout.top_p < 1) and recipe.logprob_temperature != 1:
         wrong = "cannot be combined with top_k or top_p in vLLM: its logprobs would not be those of the trainer"
         fix = "set rollout.temperature = 1.0, or rollout.top_k = 0 and rollout.top_p = 1.0"
         yield problem(recipe, "rollout.temperature", wrong, fix)
@@ -280,11 +280,17 @@ def reference_is_needed(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "external.stages", wrong, "set algorithm.options.kl_coef > 0, or take 'reference' out")
 
 
-@check("train.warmup_steps", "train.steps")
+@check("train.warmup_steps", "train.steps", "algorithm")
 def warmup_fits(recipe: Recipe) -> Iterator[Problem]:
-    steps = recipe.train.steps
-    if recipe.train.warmup_steps > steps:
-        yield problem(recipe, "train.warmup_steps", f"is more than train.steps = {steps}", f"use a value <= {steps}")
+    algorithm, steps = value_or_none(lambda: algorithm_of(recipe)), recipe.train.steps
+    alone = algorithm.policy_begins if algorithm else 0
+    if alone >= steps:
+        wrong = f"leaves the policy none of train.steps = {steps}"
+        yield Problem("algorithm.options.critic_warmup_steps", alone, wrong, f"use a value < {steps}")
+    elif recipe.train.warmup_steps > steps - alone:
+        less = f" less critic_warmup_steps = {alone}" if alone else ""
+        wrong = f"is more than train.steps = {steps}{less}"
+        yield problem(recipe, "train.warmup_steps", wrong, f"use a value <= {steps - alone}")
 
 
 @check("evaluate", "prompts.held_out")
@@ -527,8 +533,8 @@ def a_cluster_places_the_workers(recipe: Recipe) -> Iterator[Problem]:
                 recipe, "launch.address", "is of a Ray cluster", "set launch.launcher = 'ray', or leave it out"
             )
         return
-    if importlib.util.find_spec("ray") is None:
-        yield problem(recipe, "launch.launcher", "needs Ray, which is not installed", "pip install 'asyncdock[ray]'")
+    if not is_installed("ray"):
+        yield problem(recipe, "launch.launcher", "needs Ray, which is not installed", install("ray"))
     if recipe.colocated:
         wrong = "is of one machine so far, while launch.launcher = 'ray' places workers on several"
         yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")

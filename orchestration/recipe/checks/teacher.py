@@ -13,7 +13,7 @@ from orchestration.recipe.schema import Recipe
 PROBE_SECONDS, PROBE_RETRIES = 20.0, 1  # of a check; a run waits longer
 
 
-@check("teacher", "model.reference", "algorithm", "stages", "external", "rollout.temperature")
+@check("teacher", "model.reference", "algorithm", "stages", "external", "rollout.temperature", "prompts.responses")
 def teacher_is_needed(recipe: Recipe) -> Iterator[Problem]:
     teacher = recipe.teacher
     if not teacher.url:
@@ -28,7 +28,7 @@ def teacher_is_needed(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "model.reference", wrong, "take one of the two out")
     if not recipe.runs_stage("reference"):
         yield problem(recipe, "external.stages", "has 'reference', and so does teacher.url", "take one of the two out")
-    if recipe.rollout.temperature != 1.0:
+    if recipe.logprob_temperature != 1.0:
         wrong = "is not 1, but the server teacher.url gives logprobs at temperature 1"
         yield problem(recipe, "rollout.temperature", wrong, "set it to 1.0, or use model.reference")
     if value_or_none(lambda: recipe.needs_reference) is False:

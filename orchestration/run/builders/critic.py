@@ -54,7 +54,6 @@ class CriticJob(Job):
             version=version,
             save=self._save,
             begin=self._begin,
-            most_skipped=recipe.train.max_skipped_steps,
             rank_group=rank_group,
         )
         self.version = lambda: worker.trained

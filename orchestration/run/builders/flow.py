@@ -16,7 +16,7 @@ from orchestration.run.engines import terms_of
 from pipeline.pacing import Pacer
 from stages.difficulty import Difficulty
 from stages.external_checks import TERMS
-from stages.flow.catalogue import CREDIT
+from stages.flow.catalogue import CREDIT, MASK
 from stages.gate import Gate
 from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import PromptFormatter
@@ -70,7 +70,8 @@ class FlowJob(Job):
             most = max(LEAST_DROPPED, STEPS_DROPPED * recipe.train.groups_per_step)
             alarm = None if DROPPED in recipe.guard.off else DropAlarm(self.index, most, f"{self.kind}-{self.number}")
             refill = self.index, recipe.algorithm.max_refill * recipe.train.groups_per_step
-            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards, rated, alarm, refill))
+            masked = MASK in flow[CREDIT].needs
+            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards, rated, alarm, refill, masked))
 
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)

@@ -160,10 +160,13 @@ class CheckpointStore:
             for file, size in wanted.items():
                 if (got := (partial / file).stat().st_size) != size:
                     raise OSError(f"checkpoint: {self.url}/{name}/{file} has {got} bytes of {size}; copy it again")
-                sync(partial / file)
+            for path in partial.rglob("*"):
+                sync(path)
             target.mkdir(exist_ok=True)
             for part in lacking:  # run.json comes last: a checkpoint is listed by it
                 os.replace(partial / part, target / part)
+                sync(target)
+            sync(directory)
             shutil.rmtree(partial, ignore_errors=True)
         return target
 

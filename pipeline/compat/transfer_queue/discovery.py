@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pipeline.compat.extras import extra
 from pipeline.node import node_id
 
 INDEX, RUN = "ASYNCDOCK_INDEX", "ASYNCDOCK_RUN"  # environment of the children of a process that starts a queue
@@ -37,7 +38,8 @@ def _announced() -> dict[str, str] | None:
     """The cluster's queue: ``url``, ``run``, and the ``node`` of the process that announced it."""
     if _ray() is None:
         return None
-    from ray.experimental.internal_kv import _internal_kv_get
+    with extra("ray"):
+        from ray.experimental.internal_kv import _internal_kv_get
 
     value = _internal_kv_get(_KEY, namespace=_NAMESPACE)
     return None if value is None else json.loads(value)
@@ -85,7 +87,8 @@ def announce(conf: Mapping[str, Any], *, chosen: bool) -> bool:
     ray = _ray()
     if ray is None or _is_worker(ray):
         return False
-    from ray.experimental.internal_kv import _internal_kv_put
+    with extra("ray"):
+        from ray.experimental.internal_kv import _internal_kv_put
 
     own = {"url": conf["url"], "run": conf["run"], "node": _node()}
     put = partial(_internal_kv_put, _KEY, json.dumps(own).encode(), namespace=_NAMESPACE)
@@ -104,6 +107,7 @@ def announce(conf: Mapping[str, Any], *, chosen: bool) -> bool:
 def withdraw(conf: Mapping[str, Any]) -> None:
     """Remove what :func:`announce` announced."""
     if (queue := _announced()) is not None and (queue["url"], queue["run"]) == (conf["url"], conf["run"]):
-        from ray.experimental.internal_kv import _internal_kv_del
+        with extra("ray"):
+            from ray.experimental.internal_kv import _internal_kv_del
 
         _internal_kv_del(_KEY, namespace=_NAMESPACE)

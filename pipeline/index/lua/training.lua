@@ -126,7 +126,7 @@ define('drop_groups', function(run, a)
   local oldest = call('ZRANGE', run .. 'open', 0, 0)[1]
   call('ZREMRANGEBYSCORE', run .. 'filtered', '-inf', oldest and '(' .. ends(oldest) or '+inf')
   count(run, 'filtered_groups', #a.groups)
-  local reason = sub(a.reason, 1, 80)
+  local reason = a.reason
   if call('HEXISTS', run .. 'n', 'dropped:' .. reason) == 0 and count(run, 'drop_reasons', 1) > MOST_REASONS then reason = 'other' end
   count(run, 'dropped:' .. reason, #a.groups)
   count(run, 'dropped_tokens:' .. reason, tokens)

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import Field
 
-from stages.algorithms.interface import MOST_LOG_RATIO, Algorithm, LossOutput, TokenBatch
+from stages.algorithms.interface import FOLLOWS, MOST_LOG_RATIO, Algorithm, LossOutput, TokenBatch
+from stages.flow.catalogue import TOKEN_STALENESS
 from stages.flow.declarations import Columns, Drop, RunsOn
 
 if TYPE_CHECKING:
@@ -78,22 +79,31 @@ class PolicyGradient(Algorithm):
     kl_coef: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the k3 estimate of KL(policy || reference) added to each token's loss. Above 0 the run has a "
+        description="Weight of the estimate of KL(policy || reference) added to each token's loss. Above 0 the run has a "
         "reference stage.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3",
+        description="With x = log(policy / reference) of the sampled token: `k1` is x, `k2` is x²/2, `k3` is "
+        "exp(-x) - 1 + x. Without `kl_weighted` the gradient of `k2` is that of KL(policy || reference) on samples of the "
+        "current policy, that of `k3` is the one of KL(reference || policy), and that of `k1` is zero on average.",
     )
     kl_weighted: bool = Field(
         default=False,
-        description="Multiply the KL estimate by the ratio, which makes it and its gradient unbiased for stale samples.",
+        description="Multiply the KL estimate by current / rollout, which makes its gradient that of "
+        "KL(policy || reference) for stale samples too, whatever `proximal` and `correction` are. The weight is of "
+        "single tokens, or with `ratio_level` = `sequence` of the response.",
     )
     loss_normalization: Literal["token", "sequence", "constant"] = Field(
         default="token",
         description="`token`: every token of the batch weighs the same (DAPO). `sequence`: mean over rows of "
         "each row's mean. `constant`: sum over tokens / (rows × `response_tokens`) (Dr. GRPO).",
     )
-    response_tokens: int = Field(
-        default=1024,
+    response_tokens: int | None = Field(
+        default=None,
         ge=1,
-        description='The constant of `loss_normalization = "constant"`; `rollout.max_tokens`, usually.',
+        description='The constant of `loss_normalization = "constant"`. Default: `rollout.max_tokens`.',
+        json_schema_extra={FOLLOWS: "rollout.max_tokens"},
     )
 
     @pydantic.model_validator(mode="after")
@@ -101,6 +111,13 @@ class PolicyGradient(Algorithm):
         if self.proximal == "rollout" and self.correction == "truncate":
             fix = 'set max_ratio, or proximal = "recomputed" or "interpolated"'
             raise ValueError(f'correction: "truncate" has nothing to truncate with proximal = "rollout"; {fix}')
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _kl_teaches(self) -> Self:
+        if self.kl_coef and self.kl_estimator == "k1" and not self.kl_weighted:
+            fix = 'set kl_weighted = true, or kl_estimator = "k2" or "k3"'
+            raise ValueError(f'kl_estimator: "k1" has a gradient whose mean is zero without kl_weighted; {fix}')
         return self
 
     def under(self, staleness: int) -> tuple[Self, str]:
@@ -119,6 +136,16 @@ class PolicyGradient(Algorithm):
         reason = f"η = {staleness}: clipped around the rollout policy, samples of old versions teach less and less"
         return self.model_copy(update=picked), f"{named}; with {reason}"
 
+    def constants(self, staleness: int) -> Mapping[str, str]:
+        """``clip_fraction`` where the proximal policy is the current one in each optimizer step (arXiv 2610.02911)."""
+        is_current = self.proximal == "recomputed" or (self.proximal == "interpolated" and not staleness)
+        if not is_current or self.epochs * self.mini_batches > 1:
+            return {}
+        return {
+            "clip_fraction": f'is 0 by construction: with proximal = "{self.proximal}" and one optimizer step a batch the '
+            "ratio is 1, so the clip never acts, and clip_low, clip_high and max_ratio have no effect"
+        }
+
     @property
     def scores(self) -> Mapping[str, RunsOn]:
         several = self.proximal == "recomputed" and self.epochs * self.mini_batches > 1
@@ -127,7 +154,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def loss_reads(self) -> Columns:
-        staleness = {"staleness": "int64"} if self.proximal == "interpolated" else {}
+        staleness = {TOKEN_STALENESS: "int64 ragged"} if self.proximal == "interpolated" else {}
         return {**super().loss_reads, **dict.fromkeys(self.scores, "float32 ragged"), **staleness}
 
     def surrogate(self, ratio: torch.Tensor, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,13 +191,28 @@ class PolicyGradient(Algorithm):
             means |= {"weight_mean": weight, "mask_fraction": (~kept).to(ratio.dtype)}
             per_token = per_token * (kept if proximal is rollout else weight * kept)
         if self.kl_coef:
-            to_reference = (tokens["ref_logprobs"] - tokens.logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
-            kl_reference = to_reference.exp() - 1 - to_reference
-            per_token = per_token + self.kl_coef * (kl_reference * ratio if self.kl_weighted else kl_reference)
-            means["kl_reference"] = kl_reference
+            per_token = per_token + self.kl_coef * self._kl(tokens)
+            means["kl_reference"] = k3(tokens)
         metrics = {name: value.detach().sum() / tokens.total_tokens for name, value in means.items()}
         metrics["max_ratio"] = away.detach().max()
         return LossOutput(self._mean(per_token, tokens), metrics)
+
+    def _kl(self, tokens: TokenBatch) -> torch.Tensor:
+        """What each token's loss [T] is raised by, before ``kl_coef``."""
+        away = (tokens.logprobs - tokens["ref_logprobs"]).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+        match self.kl_estimator:
+            case "k1":
+                estimate = away
+            case "k2":
+                estimate = away.square() / 2
+            case "k3":
+                estimate = k3(tokens)
+        if not self.kl_weighted:
+            return estimate
+        level: Level = "sequence" if self.ratio_level == "sequence" else "token"
+        weight = at_level(tokens.logprobs - tokens["rollout_logprobs"], tokens, level).exp()
+        # The gradient of k2 is the whole gradient of the KL; of k1 and k3 the gradient of the weight is a part of it.
+        return estimate * (weight.detach() if self.kl_estimator == "k2" else weight)
 
     def _mean(self, per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
         match self.loss_normalization:
@@ -179,6 +221,10 @@ class PolicyGradient(Algorithm):
             case "sequence":
                 return tokens.mean_of_rows(per_token)
             case "constant":
+                if self.response_tokens is None:
+                    raise ValueError(
+                        "response_tokens: is not set; give it, or use a recipe, of which it is rollout.max_tokens"
+                    )
                 return tokens.mean(per_token) * (tokens.total_tokens / (tokens.total_rows * self.response_tokens))
 
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -207,9 +253,15 @@ class GroupCompared(PolicyGradient):
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
         """:meth:`advantage` of the rewards. Equal rewards, and a group of one, give zeros."""
         rewards = group["reward"].float()
+        return self.compared(rewards, dropped_by=rewards)
+
+    def compared(self, rewards: torch.Tensor, dropped_by: torch.Tensor) -> Mapping[str, Any] | Drop:
+        """The credit of a group with ``rewards`` [N]; ``drop_equal`` drops it where all ``dropped_by`` [N] are equal."""
+        zeros = {"advantage": rewards.new_zeros(rewards.shape)}
+        if self.drop_equal and bool((dropped_by == dropped_by[0]).all()):
+            return Drop("equal rewards", instead=zeros)
         if bool((rewards == rewards[0]).all()):  # exact zeros, where rounding of the mean would leave noise
-            zeros = {"advantage": rewards.new_zeros(rewards.shape)}
-            return Drop("equal rewards", instead=zeros) if self.drop_equal else zeros
+            return zeros
         return {"advantage": self.advantage(rewards)}
 
     @abstractmethod
@@ -233,10 +285,16 @@ def at_level(log_ratio: torch.Tensor, tokens: TokenBatch, level: Level) -> torch
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
 
 
+def k3(tokens: TokenBatch) -> torch.Tensor:
+    """The k3 estimate [T] of KL(policy || reference) (http://joschu.net/blog/kl-approx.html)."""
+    to_reference = (tokens["ref_logprobs"] - tokens.logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    return to_reference.exp() - 1 - to_reference
+
+
 def interpolated(tokens: TokenBatch) -> torch.Tensor:
     """Logprobs [T] between those of the rollout and the current ones, in place of a pass through the model (A-3PO, arXiv
-    2512.06547): the share of the rollout is 1 / staleness, and 0 of a sample of the current version."""
-    staleness = tokens["staleness"].to(tokens.logprobs.dtype)
+    2512.06547): the share of the rollout is 1 / staleness of the token, and 0 of a token of the current version."""
+    staleness = tokens[TOKEN_STALENESS].to(tokens.logprobs.dtype)
     share = staleness.clamp(min=1).reciprocal() * (staleness > 0)
     return share * tokens["rollout_logprobs"] + (1 - share) * tokens.logprobs.detach()
 

@@ -11,12 +11,13 @@ rloo        r - mean of the group's others (2402.14740, Eq. 8); one ratio for th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from stages.algorithms.interface import TokenBatch, with_defaults
 from stages.algorithms.policy_gradient.base import GroupCompared
+from stages.flow.catalogue import MASK, OPTIONAL
 from stages.flow.declarations import Columns, Drop
 
 if TYPE_CHECKING:
@@ -89,19 +90,32 @@ class DAPO(GRPO):
         description="The penalty grows from 0 over this many tokens before `longest_response` (Eq. 13).",
     )
 
+    drop_by: Literal["correctness", "penalized"] = Field(
+        default="correctness",
+        description="The rewards that `drop_equal` compares: those before the length penalty (Eq. 11 drops groups that are "
+        "all correct or all wrong), or those after it.",
+    )
+
     @property
     def credit_reads(self) -> Columns:
         lengths = {"response_ids": "int64 ragged"} if self.longest_response else {}
         return {**super().credit_reads, **lengths}
 
+    @property
+    def credit_optional(self) -> Columns:
+        return {MASK: OPTIONAL[MASK]} if self.longest_response else {}
+
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """GRPO's of the rewards with the penalty ``(longest - overlong - length) / overlong``, cut to [-1, 0]."""
+        """GRPO's of the rewards with the penalty ``(longest - overlong - length) / overlong``, cut to [-1, 0]. Tokens that
+        ``loss_mask`` leaves out do not count."""
         if not self.longest_response:
             return super().credit(group)
         rewards = group["reward"].float()
-        over = rewards.new_tensor([len(ids) for ids in group["response_ids"]]) - self.longest_response
+        lengths = [int(row.sum()) for row in group[MASK]] if MASK in group else list(map(len, group["response_ids"]))
+        over = rewards.new_tensor(lengths) - self.longest_response
         penalty = (over / self.overlong_tokens + 1).clamp(0, 1) if self.overlong_tokens else (over >= 0).float()
-        return super().credit({"reward": rewards - penalty})
+        penalized = rewards - penalty
+        return self.compared(penalized, dropped_by=rewards if self.drop_by == "correctness" else penalized)
 
 
 @with_defaults(ratio_level="sequence", loss_normalization="sequence")

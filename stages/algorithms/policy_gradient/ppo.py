@@ -8,8 +8,9 @@ reward, values ─▶ prepare: GAE over each response ─▶ advantage (whitened
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+import pydantic
 from pydantic import Field
 
 from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch, with_defaults
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class ValueLearner(Algorithm):
     """The options and formulas that a policy with a critic and a critic of its own share."""
 
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of later rewards, for each token.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of later rewards, for each trained token.")
     gae_lambda: float = Field(
         default=0.95, ge=0, le=1, description="λ of GAE (Eq. 16): 0 trusts the critic, 1 the rewards alone."
     )
@@ -40,21 +41,24 @@ class ValueLearner(Algorithm):
     )
 
     def gae(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages and returns [T] of each response: the reward comes with its last token, and nothing follows it."""
-        values, last = batch["values"], batch.lengths.cumsum(0) - 1
+        """Advantages and returns [T] of each response. Time counts its trained tokens alone, as if the others were not
+        there: the reward comes with the last one of them, and nothing follows it. Tokens that are not trained on have an
+        advantage of 0."""
+        at, counts = batch.is_trained, batch.trained[batch.trained > 0]
+        values, last = batch["values"][at], counts.cumsum(0) - 1
         rewards = values.new_zeros(len(values))
         if self.kl_reward:
-            rewards -= self.kl_reward * (batch["rollout_logprobs"] - batch["ref_logprobs"])
-        rewards[last] += batch["reward"].to(rewards.dtype)
+            rewards -= self.kl_reward * (batch["rollout_logprobs"] - batch["ref_logprobs"])[at]
+        rewards[last] += batch["reward"][batch.trained > 0].to(rewards.dtype)
         following = values.roll(-1)
         following[last] = 0
         errors = rewards + self.gamma * following - values
-        advantage = errors.clone()
-        longest = int(batch.lengths.max())
-        for place in range(longest - 2, -1, -1):  # backwards, all responses at once
-            at = (last - batch.lengths + 1 + place)[batch.lengths > place + 1]
-            advantage[at] += self.gamma * self.gae_lambda * advantage[at + 1]
-        return advantage, advantage + values
+        for place in range(int(batch.trained.max()) - 2, -1, -1):  # backwards, all responses at once
+            now = (last - counts + 1 + place)[counts > place + 1]
+            errors[now] += self.gamma * self.gae_lambda * errors[now + 1]
+        advantage = values.new_zeros(len(at))
+        advantage[at] = errors
+        return advantage, advantage + batch["values"]
 
     def value_errors(self, now: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
         """Half the squared errors [T] of the values ``now``: the larger of the plain and the clipped one."""
@@ -117,7 +121,35 @@ class PPO(PolicyGradient, ValueLearner):
     value_coef: float = Field(
         default=0.5, ge=0, description="Weight of the value loss of a critic on the policy's trunk."
     )
+    value_learning_rate: float | None = Field(
+        default=None,
+        gt=0,
+        description="Peak learning rate of the value head on the policy's trunk, by the schedule of `train`. A critic of "
+        "its own has `critic.learning_rate`. Default: `train.learning_rate`.",
+    )
+    critic_warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Train batches at the beginning from which the critic alone learns. They count as policy versions; the "
+        "policy's schedule begins after them.",
+    )
     whiten: bool = Field(default=True, description="Advantages get mean 0 and variance 1 over the train batch.")
+
+    @pydantic.model_validator(mode="after")
+    def _one_rate(self) -> Self:
+        if self.critic == "own" and self.value_learning_rate is not None:
+            rate = self.value_learning_rate
+            wrong = f'{rate:g} is of the value head on the trunk, and critic = "own" has none'
+            raise ValueError(f"value_learning_rate: {wrong}; set critic.learning_rate = {rate:g} in its place")
+        return self
+
+    @property
+    def policy_begins(self) -> int:
+        return self.critic_warmup_steps
+
+    @property
+    def value_rate(self) -> float | None:
+        return self.value_learning_rate
 
     @property
     def scores(self) -> Mapping[str, RunsOn]:

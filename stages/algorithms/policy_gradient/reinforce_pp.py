@@ -26,10 +26,16 @@ class ReinforcePlusPlus(PolicyGradient):
         description="`group`: subtract the mean reward of the group first (REINFORCE++-baseline). `none`: only the batch's.",
     )
 
+    whiten_over: Literal["tokens", "rows"] = Field(
+        default="tokens",
+        description="Advantages get mean 0 and variance 1 over the trained tokens of the train batch, of which a long "
+        "response has more (the paper's); or over its rows, each of which counts once.",
+    )
+
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         rewards = group["reward"].float()
         return {"advantage": rewards - rewards.mean() if self.baseline == "group" else rewards}
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         """Whitens the advantage over the train batch: mean 0, variance 1 (Eq. 6), of all ranks."""
-        return {"advantage": batch.whitened(batch["advantage"])}
+        return {"advantage": batch.whitened(batch["advantage"], self.whiten_over)}

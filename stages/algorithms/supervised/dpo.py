@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch
+from stages.flow.catalogue import MASK, OPTIONAL
 from stages.flow.declarations import Columns, Drop, RunsOn
 
 if TYPE_CHECKING:
@@ -46,28 +47,42 @@ class DPO(Algorithm):
         "rewards, each group weighing the same.",
     )
 
+    @property
+    def credit_optional(self) -> Columns:
+        return {MASK: OPTIONAL[MASK]}
+
     def credit(self, group: Mapping[str, Any]) -> Mapping[str, Any] | Drop:
-        """With ``best_worst`` 1 for the best, -1 for the worst, 0 for the others; with ``all`` the rewards."""
+        """With ``best_worst`` 1 for the best, -1 for the worst, 0 for the others; with ``all`` the rewards. Responses of
+        which ``loss_mask`` leaves no token are compared with none."""
         rewards = group["reward"].float()
-        if bool((rewards == rewards[0]).all()):
+        masks = group.get(MASK, [])
+        trained = [at for at in range(len(rewards)) if not masks or bool(masks[at].any())]
+        if len(trained) < self.least_group_size:
+            return Drop("nothing to compare")
+        compared = rewards[trained]
+        if bool((compared == compared[0]).all()):
             return Drop("equal rewards")
         if self.pairs == "all":
             return {"preference": rewards}
         preference = rewards.new_zeros(len(rewards))
-        preference[rewards.argmax()], preference[rewards.argmin()] = 1.0, -1.0
+        preference[trained[int(compared.argmax())]] = 1.0
+        preference[trained[int(compared.argmin())]] = -1.0
         return {"preference": preference}
 
     def loss(self, tokens: TokenBatch) -> LossOutput:
+        """The mean over groups of each group's mean over pairs. A response without a trained token is in no pair."""
         ratio = tokens.row_sums(tokens.logprobs - tokens["ref_logprobs"])  # [R]
         preference, group = tokens.rows["preference"], tokens.group
         assert group is not None
         better = (preference[:, None] - preference[None]) >= (2 if self.pairs == "best_worst" else 1e-12)
-        chosen, rejected = (better & (group[:, None] == group[None])).nonzero().unbind(1)
+        trained = tokens.row_tokens > 0
+        comparable = (group[:, None] == group[None]) & trained[:, None] & trained[None]
+        chosen, rejected = (better & comparable).nonzero().unbind(1)
         of_group = group.new_zeros(len(ratio)).index_add(0, group[chosen], group.new_ones(len(chosen)))
         weight = 1 / (of_group[group[chosen]] * tokens.total_groups)
         difference = ratio[chosen] - ratio[rejected]
         if self.loss_type == "ipo":
-            per_token = ratio / tokens.row_tokens
+            per_token = ratio / tokens.row_tokens.clamp(min=1)
             losses = (per_token[chosen] - per_token[rejected] - 1 / (2 * self.beta)).square()
         else:
             logits = self.beta * difference - self.margin

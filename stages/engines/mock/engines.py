@@ -383,7 +383,7 @@ def _tokens(batch: TensorDictBase, given: TrainBatch) -> TokenBatch:
         logprobs,
         values=torch.zeros_like(logprobs),
         total_tokens=int(given.trained.sum()),
-        total_rows=len(given.lengths),
+        total_rows=int((given.trained > 0).sum()),
         total_groups=int(groups.max()) + 1,
     )
 

@@ -1,21 +1,27 @@
-"""AdamW, its learning rate, and master weights."""
+"""AdamW, its learning rate, master weights, and the way back to the state before a train batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from stages import device as devices
+
 Schedule = Literal["constant", "linear", "cosine"]
+NORM = re.compile(r"norm|^ln(_|$)")  # in the name of a module
+ALIGN = 512  # bytes, of a tensor in host memory: what copy engines and caches like
 
 
 def learning_rate_at(step: int, *, peak: float, total_steps: int, warmup_steps: int, schedule: Schedule) -> float:
-    """Learning rate of optimizer step ``step`` (from 0): it rises over ``warmup_steps`` to ``peak`` at step ``warmup_steps -
-    1``, then is constant, or falls to 0 at step ``total_steps``.
+    """Learning rate of train batch ``step`` (from 0; skipped ones count): it rises over ``warmup_steps`` to ``peak`` at
+    batch ``warmup_steps - 1``, then is constant, or falls to 0 at batch ``total_steps``.
 
     >>> [learning_rate_at(s, peak=1.0, total_steps=6, warmup_steps=2, schedule="linear") for s in range(7)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
@@ -28,17 +34,62 @@ def learning_rate_at(step: int, *, peak: float, total_steps: int, warmup_steps: 
     return peak * (1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
 
 
+def is_decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay reaches ``parameter``: the matrices of linear layers, embeddings, routers, adapters and stacked
+    experts. Biases and the scales of norms are none of them, whatever their shape is: the biases of stacked experts are
+    [experts, features], and norms of queries and keys may be [heads, features]."""
+    *owners, own = name.lower().split(".")
+    of_norm = bool(owners) and NORM.search(owners[-1]) is not None
+    return parameter.ndim >= 2 and not own.endswith("bias") and not of_norm
+
+
+def learning_rates_at(
+    version: int, schedule: Mapping[str, Any], policy_begins: int, value_peak: float | None
+) -> tuple[float, float]:
+    """Return the learning rates of the policy and of its value head for the train batch ``version``.
+
+    ``schedule``: arguments of :func:`learning_rate_at`, by which the value head's rate goes from the first train batch on,
+    and the policy's from ``policy_begins`` on; before, it is 0. ``value_peak`` None: the policy's."""
+    of_values = {**schedule, "peak": value_peak or schedule["peak"]}
+    of_policy = {**schedule, "total_steps": schedule["total_steps"] - policy_begins}
+    policy_rate = learning_rate_at(version - policy_begins, **of_policy) if version >= policy_begins else 0.0
+    return policy_rate, learning_rate_at(version, **of_values)
+
+
 def adamw(
-    parameters: Sequence[nn.Parameter], learning_rate: float, betas: tuple[float, float], weight_decay: float
+    parameters: Mapping[str, nn.Parameter],
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
 ) -> torch.optim.AdamW:
+    """Make the optimizer of ``parameters``, by name; see :func:`is_decayed`."""
+    decayed = [p for name, p in parameters.items() if is_decayed(name, p)]
+    others = [p for name, p in parameters.items() if not is_decayed(name, p)]
     options = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     try:
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas, fused=True)
     except RuntimeError:  # this device has no fused kernel
         return torch.optim.AdamW(options, lr=learning_rate, betas=betas)
+
+
+def add_value_head(optimizer: torch.optim.AdamW, head: Mapping[str, nn.Parameter], weight_decay: float) -> None:
+    """Add the ``head`` of values, by name, whose learning rate may be another one (:func:`set_rates`)."""
+    for name, parameter in head.items():
+        decay = weight_decay if is_decayed(name, parameter) else 0.0
+        optimizer.add_param_group({"params": [parameter], "weight_decay": decay, "values": True})
+
+
+def set_rates(optimizer: torch.optim.AdamW, of_policy: float, of_values: float) -> dict[str, float]:
+    """Set the learning rates of the policy and of its value head. Return them as metrics; without a head the first one."""
+    rates = {"learning_rate": of_policy}
+    for options in optimizer.param_groups:
+        options["lr"] = of_values if options.get("values") else of_policy
+        if options.get("values"):
+            rates["value_learning_rate"] = of_values
+    return rates
 
 
 def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -50,6 +101,79 @@ def moments_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> dict[st
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     return state  # type: ignore[no-any-return]
+
+
+def zero_gradients(parameters: Collection[nn.Parameter]) -> None:
+    """Set the gradients of ``parameters`` to zero. With a learning rate of 0, AdamW then changes neither weights nor moments
+    of zero, but counts the step as it does for all others."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def changed_by_step(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> list[torch.Tensor]:
+    """All that an optimizer step changes of ``parameter``: itself, its moments, and their count of steps."""
+    return [parameter.detach(), *moments_of(optimizer, parameter).values()]
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no value is infinite or no number."""
+    held = [tensor.detach() for tensor in tensors if tensor.numel()]
+    return not held or math.isfinite(float(nn.utils.get_total_norm(held, math.inf)))
+
+
+class Undo:
+    """Tensors as they were before a train batch, in host memory that is reused for the next one. On an accelerator they are
+    copied beside the first forward and backward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = devices.stream(device)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is something to put back."""
+        return bool(self._copies)
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin to copy ``tensors``, which may change after :meth:`wait`."""
+        sizes = [-(-tensor.nbytes // ALIGN) * ALIGN for tensor in tensors]
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one first, so that both are never there
+            self._memory = devices.host_empty(sum(sizes), self._device)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        offset = 0
+        copies = []
+        with self._stream or nullcontext():
+            for tensor, size in zip(tensors, sizes, strict=True):
+                copy = self._memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                copies.append((tensor, copy.copy_(tensor, non_blocking=True)))
+                offset += size
+        self._copies = copies
+
+    def wait(self) -> None:
+        """Let what is computed from now on wait for the copies."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def put_back(self) -> None:
+        """Give the tensors the values that they had, and forget these."""
+        self.wait()
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                tensor.copy_(copy, non_blocking=True)
+        self.forget()
+
+    def forget(self) -> None:
+        self._copies = []
+
+    def close(self) -> None:
+        """Release the memory. May be called again."""
+        self.forget()
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 def bound_gradients(

@@ -10,14 +10,17 @@ token is predicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from stages.algorithms.batch import jagged_rows
+from stages.engines.plans import GroupShape, Piece
 from stages.engines.torch.attention import FEW_KEYS, Scores, attend, attend_backward, merge, wide
 from stages.engines.torch.attention_interface import state_of
 
@@ -100,6 +103,63 @@ class Feeding:
         if packed.longest > self.limit:
             raise NotImplementedError(f"a sequence of {packed.longest} tokens, where rope changes at {self.limit}")
         self.packed = packed
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One group of a batch, or this rank's part of it: its number and prompt, its responses' places, and their row numbers
+    in the batch."""
+
+    number: int
+    prompt: torch.Tensor
+    places: tuple[int, ...]
+    rows: tuple[int, ...]
+    shape: GroupShape
+
+    def part(self, places: Collection[int]) -> Group:
+        """The group with the rows at ``places`` alone."""
+        members = [at for at, place in enumerate(self.places) if place in places]
+        return Group(
+            self.number,
+            self.prompt,
+            tuple(self.places[at] for at in members),
+            tuple(self.rows[at] for at in members),
+            GroupShape(self.shape.prompt, tuple(self.shape.responses[at] for at in members)),
+        )
+
+
+def groups_of(batch: TensorDictBase) -> tuple[list[Group], list[torch.Tensor]]:
+    """Returns the groups of ``batch`` in the order of their numbers, rows by place, and all responses by row number."""
+    prompts, responses = jagged_rows(batch, "prompt_ids"), jagged_rows(batch, "response_ids")
+    by_group: dict[int, list[tuple[int, int]]] = {}
+    for number, (group, place) in enumerate(zip(batch["group"].tolist(), batch["place"].tolist(), strict=True)):
+        by_group.setdefault(group, []).append((place, number))
+    groups = []
+    for group, members in sorted(by_group.items()):
+        places, numbers = zip(*sorted(members), strict=True)
+        prompt = prompts[numbers[0]]
+        for number in numbers:
+            if not torch.equal(prompts[number], prompt):
+                raise ValueError(f"prompt_ids: rows {numbers[0]} and {number} of group {group} do not share one prompt")
+            if len(prompt) < 1 or len(responses[number]) < 1:
+                raise ValueError(f"row {number} of group {group}: prompt_ids and response_ids need at least one token")
+        shape = GroupShape(len(prompt), tuple(len(responses[number]) for number in numbers))
+        groups.append(Group(group, prompt, places, numbers, shape))
+    return groups, responses
+
+
+def pack_pieces(
+    pieces: Sequence[Piece],
+    device: torch.device,
+    groups: Sequence[Group],
+    responses: Sequence[torch.Tensor],
+    experts: Sequence[torch.Tensor],
+) -> PackedBatch:
+    """The pieces' response tokens, piece by piece, row by row. ``responses``, ``experts``: of each row; the latter may be
+    empty."""
+    numbers = [[groups[piece.group].rows[row] for row in piece.rows] for piece in pieces]
+    rows, chosen = ([[of[number] for number in some] for some in numbers if len(of)] for of in (responses, experts))
+    return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
 
 
 def pack(

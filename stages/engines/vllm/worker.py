@@ -29,22 +29,25 @@ from typing import Any
 
 import torch
 from torch.distributed import FileStore
-from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from pipeline.compat.extras import extra
 from stages.engines.vllm.library import ENGINE_PROCESS
 from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT
 from stages.models import checkpoint_tensors, empty_model, saved_buffers
 from stages.weights.collective import Credentials
 from stages.weights.depot import Depot
 from stages.weights.store import Published, WeightStore, tensors_of, verify
+
+with extra("vllm"):
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 
 class WorkerExtension:

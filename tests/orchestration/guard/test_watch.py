@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from benchmarks import faults
 from orchestration.guard.guard import Guard, GuardOptions
@@ -99,6 +100,17 @@ async def test_a_supervisor_that_follows_another_repeats_no_alarm_and_forgets_no
     await last.begin()
     found = await alarms_in(index)
     assert found == [("ess", 11), ("distinct_responses", 12), ("ess", 13), ("entropy", 14)], "12 was usual in between"
+
+
+async def test_what_is_constant_by_construction_is_said_and_not_judged(index: Index) -> None:
+    for number in range(20):
+        await index.emit(step(number, clip_fraction=0.7 if number > 12 else 0.0))
+    why = "is 0 by construction: the ratio is 1"
+    constant = GuardWatch(index, Guard(GuardOptions(constants={"clip_fraction": why})), "fail")
+    with capture_logs() as logs:
+        await constant.begin()
+    assert [(line["event"], line["metric"], line["reason"]) for line in logs] == [("not judged", "clip_fraction", why)]
+    assert await alarms_in(index) == []
 
 
 async def test_an_alarm_of_a_worker_acts_as_the_guards_own(index: Index) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -19,22 +18,41 @@ from stages.engines.protocols import WeightMismatch
 WEIGHTS = {"w": torch.zeros(1)}
 
 
+class Time:
+    """A clock that goes on while somebody sleeps, and only then."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await RUN_OTHERS(0)
+
+
+RUN_OTHERS = asyncio.sleep
+TO_PAUSE = 0.03  # seconds until what an engine has begun is computed
+
+
 class Counted(MockRolloutEngine):
     """An engine that adds up for how long it could compute."""
 
     def __init__(self, version: int) -> None:
         super().__init__(MockRolloutOptions(copy_seconds=0, swap_seconds=0), version=version)
-        self.computed, self.closed, self._since = 0.0, False, time.monotonic()
+        self.time = Time()
+        self.computed, self.closed, self._since = 0.0, False, self.time.now
         self._pausing = asyncio.Event()
 
     async def pause(self) -> None:
+        self.time.now += TO_PAUSE
         await super().pause()
-        self.computed += time.monotonic() - self._since
+        self.computed += self.time.now - self._since
         self._pausing.set()
 
     async def resume(self) -> None:
         await super().resume()
-        self._since = time.monotonic()
+        self._since = self.time.now
 
     async def paused(self, times: int) -> None:
         for _ in range(times):
@@ -115,19 +133,22 @@ async def test_a_checkpoint_is_a_new_engine(made: tuple[PolicyEngines, list[Coun
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
 async def test_engines_compute_for_their_share_of_the_time(
-    share: float, made: tuple[PolicyEngines, list[Counted]]
+    share: float, made: tuple[PolicyEngines, list[Counted]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also while an engine takes its time to pause, in which it computes."""
     engines, (engine,) = made
+    monkeypatch.setattr("orchestration.policy.engines.time", engine.time)
+    monkeypatch.setattr("orchestration.policy.engines.asyncio.sleep", engine.time.sleep)
     busy = asyncio.Event()
     busy.set()
     keeping = asyncio.create_task(keep_share(busy, engines.all, lambda: share))
     try:
         async with engines.engine(mixed=False):
             await engine.paused(1)
-            began, computed = time.monotonic(), engine.computed
+            began, computed = engine.time.now, engine.computed
             await engine.paused(5)
-            used = (engine.computed - computed) / (time.monotonic() - began)
-        assert 0.5 * share < used <= share * 1.02
+            used = (engine.computed - computed) / (engine.time.now - began)
+        assert used == pytest.approx(share)
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)

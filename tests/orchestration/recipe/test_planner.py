@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from benchmarks.families import write
+from orchestration.guard.watch import options_of
+from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.planner import (
     HEADS,
     Plan,
@@ -25,6 +27,7 @@ from orchestration.recipe.planner import (
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import reference_engine, rollout_engine, train_engine
 from pipeline.blocks import pack
+from stages.algorithms import TokenBatch, build_algorithm
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import catalogue
 from stages.flow.resolver import resolve
@@ -110,6 +113,46 @@ def test_ranks_share_what_training_holds() -> None:
     assert of(model=half, train={"dp": 2, "tp": 2}).train_bytes == four.train_bytes
     assert of(model=half, train={"precision": "model"}).train_bytes == alone.train_bytes / 2
     assert mixed.rollout_bytes == alone.rollout_bytes / 2
+
+
+@pytest.mark.parametrize(("set_to", "expected"), [({}, 37), ({"response_tokens": 9}, 9)])
+def test_the_constant_of_a_loss_is_the_longest_response_unless_it_is_set(set_to: dict[str, int], expected: int) -> None:
+    changes = {"algorithm": {"name": "dr_grpo", "options": set_to}, "rollout": {"max_tokens": 37}}
+    algorithm = algorithm_of(recipe(**changes))
+    assert algorithm.response_tokens == expected
+    ones = torch.ones(3, dtype=torch.float64)
+    columns = {"rollout_logprobs": -ones, "advantage": ones}
+    tokens = TokenBatch(-ones, columns, torch.tensor([0, 0, 1]), torch.tensor([2, 1]), 3, 2)
+    assert algorithm.loss(tokens).loss.item() == pytest.approx(-3 / (2 * expected)), "tokens / (rows x constant)"
+
+
+def test_without_a_recipe_the_constant_of_a_loss_is_to_be_given() -> None:
+    zero = torch.zeros(1)
+    columns = {"rollout_logprobs": zero, "advantage": zero}
+    tokens = TokenBatch(zero, columns, torch.tensor([0]), torch.tensor([1]), 1, 1)
+    with pytest.raises(ValueError, match="response_tokens: is not set"):
+        build_algorithm("dr_grpo", {}).loss(tokens)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "options", "never"),
+    [
+        (4, {}, True),  # `auto` picks the recomputed policy, and there is one optimizer step a batch
+        (2, {}, False),  # clipped around the rollout policy
+        (0, {"proximal": "recomputed"}, True),
+        (4, {"mini_batches": 2}, False),
+        (4, {"epochs": 2}, False),
+        (0, {"proximal": "interpolated"}, True),  # all tokens are of the current policy
+        (1, {"proximal": "interpolated"}, False),
+        (8, {"correction": "none"}, False),
+    ],
+)
+def test_a_clip_that_never_acts_is_noticed(staleness: int, options: dict[str, Any], never: bool) -> None:
+    """arXiv 2610.02911: around the policy before the batch's only step the ratio is 1."""
+    changes: dict[str, Any] = {"algorithm": {"options": options}, "pipeline": {"staleness": staleness}}
+    assert ["clip_fraction is 0 by construction" in notice for notice in of(**changes).notices] == [True] * never
+    assert set(options_of(recipe(**changes)).constants) == ({"clip_fraction"} if never else set())
+    assert of(**changes, external={"stages": ["update"]}).notices == [], "another program trains"
 
 
 def test_bfloat16_is_trained_in_mixed_precision_unless_a_recipe_says_otherwise() -> None:

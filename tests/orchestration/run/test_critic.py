@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.orchestration.runs import TINY, complete, executing, recipe
 
 OWN: dict[str, Any] = {
     "algorithm__name": "ppo",
-    "algorithm__options": {"critic": "own", "value_epochs": 3},
+    "algorithm__options": {"critic": "own", "value_epochs": 3, "critic_warmup_steps": 2},
     "pipeline__staleness": 0,
     "reward__functions": [{"name": "tests.orchestration.scores:early_letters"}],
     "critic__threads": 1,
@@ -163,3 +164,27 @@ def test_the_flow_has_the_critic_and_it_lives_with_the_trainer() -> None:
 def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         recipe(TINY, **changes)
+
+
+async def test_a_run_whose_critic_learns_alone_at_first_is_the_plain_loop_after_a_death(tmp_path: Path) -> None:
+    """A value head on the trunk: the trainer dies after the warm-up's checkpoint, and replays to the same bits."""
+    options = {"critic_warmup_steps": 3, "value_learning_rate": 1e-2}
+    algorithm = {"algorithm__name": "ppo", "algorithm__options": options, "reward__functions": OWN["reward__functions"]}
+    of = recipe(TINY, **algorithm, pipeline__staleness=0, train__steps=6, checkpoint__every=2)
+    policies = [dict[str, torch.Tensor]()]
+    async for made in synchronous_run(of):
+        policies.append({name: value.clone() for name, value in made.engine.weights()})
+    for before, after in pairwise(policies[1:4]):
+        assert_equal(after, before)
+    assert not torch.equal(*(policies[at]["model.embed_tokens.weight"] for at in (3, 4)))
+    of = of.model_copy(update={"launch": of.launch.model_copy(update={"launcher": "process"})})
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) >= 3)
+        assert watched.run.supervisor is not None
+        os.kill(watched.run.supervisor.pids()["update-0"], signal.SIGKILL)
+        result = await work
+        assert watched.run.supervisor.restarts == 1
+    assert result.state == "finished", result.reason
+    assert_equal(trained(of, result), policies[-1])
+    rates = [(step["learning_rate"], step["value_learning_rate"]) for step in watched.of("step")]
+    assert rates == [(0.0, 1e-2)] * 3 + [(of.train.learning_rate, 1e-2)] * 3

@@ -165,6 +165,14 @@ async def test_mini_batches_and_epochs_make_one_version_of_each_batch_and_replay
     assert any(not torch.equal(plain[name], weights[name]) for name in plain)
 
 
+async def test_a_run_interpolates_by_the_versions_of_tokens(tmp_path: Path) -> None:
+    options = {"proximal": "interpolated", "correction": "truncate"}
+    of = recipe(MOCK, pipeline__staleness=2, rollout__on_update="cut", algorithm__options=options)
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert all("weight_mean" in step for step in watched.of("step"))
+
+
 @pytest.mark.parametrize(
     ("changes", "found"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from orchestration.recipe.checks.teacher import teacher_is_needed
+from orchestration.recipe.planner import notices_of
 from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import TeacherSection
 from orchestration.run.run import Run
 from stages.models import load_model
 from stages.prompts.files import PromptError
@@ -76,6 +81,87 @@ async def test_supervised_fine_tuning_with_an_evaluation(tmp_path: Path) -> None
     held_out = {e.data["version"]: e.data["reward_mean"] for e in watched.events if e.kind == "evaluation"}
     assert held_out[30] > held_out[0] + 0.3
     assert_nothing_left(watched.run)
+
+
+def response_logprob(of: Recipe, prompt: str, response: str) -> tuple[float, int]:
+    """The sum of the logprobs of a response and of the end token under the model that the run begins with, by a plain
+    forward in float64; and the number of these tokens."""
+    model, tokenizer = load_model("tiny", dtype=torch.float64, seed=of.seed)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    answer = [*tokenizer(response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*ids, *answer]])).logits[0, len(ids) - 1 : -1]
+    return float(-torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum")), len(answer)
+
+
+def trained_rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in folder.glob("samples/*.jsonl") for line in file.open()]
+
+
+# Each of them changes what is sampled, and nothing is.
+SAMPLING: dict[str, Any] = {
+    "rollout__temperature": 0.5,
+    "rollout__top_p": 0.7,
+    "rollout__top_k": 3,
+    "rollout__stop": ["a"],
+}
+
+
+@pytest.mark.parametrize("evaluated", [0, 1])
+async def test_sampling_options_do_not_change_the_cross_entropy(tmp_path: Path, evaluated: int) -> None:
+    """With evaluations the engine's logprobs are compared with the trainer's after each swap, at the same temperature."""
+    made = from_file(
+        pairs(tmp_path / "pairs.jsonl"),
+        ["answer"],
+        algorithm__name="sft",
+        rollout__max_tokens=5,
+        train__steps=2,
+        evaluate__every=evaluated,
+        **SAMPLING,
+    )
+    watched, result = await complete(Run.create(made, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    first = watched.of("step")[0]
+    rows = [row for row in trained_rows(tmp_path / "run") if row["step"] == 0]
+    of_rows = [response_logprob(made, row["prompt"], row["response"]) for row in rows]
+    assert len(rows) == made.train.groups_per_step
+    expected = -sum(logprob for logprob, _ in of_rows) / sum(tokens for _, tokens in of_rows)
+    assert first["loss"] == pytest.approx(expected, rel=1e-5)
+    assert first["truncated"] == 0.0
+    swaps = [event for event in watched.of("sync") if event.get("gap_max") is not None]
+    assert bool(swaps) == bool(evaluated)
+    assert all(event["gap_max"] < 1e-3 for event in swaps)
+
+
+async def test_sampling_options_do_not_change_the_logprobs_of_pairs(tmp_path: Path) -> None:
+    """With a reference of its own: its logprobs are at temperature 1 too, so that the first margin is zero."""
+    options = {"rollout__max_tokens": 5, "train__steps": 1, **SAMPLING}
+    made = from_file(pairs(tmp_path / "pairs.jsonl"), ["chosen", "rejected"], algorithm__name="dpo", **options)
+    watched, result = await complete(Run.create(made, tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    [step] = watched.of("step")
+    chosen = [row for row in trained_rows(tmp_path / "run") if row["place"] == 0]
+    expected = sum(response_logprob(made, row["prompt"], row["response"])[0] for row in chosen) / len(chosen)
+    assert step["chosen_logprob"] == pytest.approx(expected, rel=1e-5)
+    assert step["reward_margin"] == pytest.approx(0.0, abs=1e-5)
+    assert step["loss"] == pytest.approx(math.log(2), rel=1e-5)
+
+
+def test_a_temperature_without_effect_is_noticed(tmp_path: Path) -> None:
+    path = pairs(tmp_path / "pairs.jsonl")
+    [notice] = notices_of(from_file(path, ["answer"], algorithm__name="sft", rollout__temperature=0.5))
+    assert notice.key == "rollout.temperature"
+    assert "nothing is sampled" in str(notice)
+    assert not notices_of(from_file(path, ["answer"], algorithm__name="sft"))
+
+
+def test_a_teacher_behind_a_server_gives_logprobs_of_pairs_at_any_sampling_temperature(tmp_path: Path) -> None:
+    """It gives them at temperature 1, and so they are."""
+    teacher = TeacherSection(url="http://127.0.0.1:9/v1")
+    given = from_file(pairs(tmp_path / "pairs.jsonl"), ["chosen", "rejected"], algorithm__name="dpo", **SAMPLING)
+    online = recipe(TINY, algorithm__name="dpo", rollout__temperature=0.5)
+    found = [list(teacher_is_needed(of.model_copy(update={"teacher": teacher}))) for of in (given, online)]
+    assert [[problem.key for problem in problems] for problems in found] == [[], ["rollout.temperature"]]
 
 
 async def test_a_longer_response_is_cut_and_counts_as_truncated(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import redis.asyncio
 
-from orchestration.guard.waiting import Wait, waiting_chain
+from orchestration.guard.waiting import SILENT_BEATS, Wait, waiting_chain
 from orchestration.run.run import Run
 from orchestration.service.lifecycle import ask_in_folder
 from pipeline.index.client import Index
@@ -56,19 +57,23 @@ def reasons(watched: Watched, change: str = "died") -> dict[str, str]:
 
 
 async def test_a_rollout_process_that_hangs_is_named_ended_and_its_samples_are_made_again(tmp_path: Path) -> None:
-    of = recipe(MOCK, train__steps=10, launch__launcher="process", launch__hang_timeout=HANG)
+    hang = 3 * HANG  # it is asked about between the half of that and its end
+    of = recipe(MOCK, train__steps=10, launch__launcher="process", launch__hang_timeout=hang)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: len(watched.of("step")) >= 3)
+        began = time.monotonic()
         os.kill(pid_of(watched, "rollout-0"), signal.SIGSTOP)
         chain = await chain_when(watched, "launch.hang_timeout")
+        stopped = time.monotonic() - began
         asked = await ask_in_folder(tmp_path / "run", waiting_chain)
         result = await work
     assert result.state == "finished", result.reason
     assert [wait.who.split()[0] for wait in chain] == ["step", "stage", "rollout-0"]
     assert chain[-1].seconds is not None
-    assert 0.7 < chain[-1].seconds < HANG + 2
+    beats = SILENT_BEATS * of.launch.beat_seconds
+    assert beats < chain[-1].seconds < stopped + hang, "since its last sign of life, which came before it was stopped"
     assert asked[1][-1].text.startswith("rollout-0 waits for"), asked
-    assert "gave no sign of life for launch.hang_timeout = 1.5 s" in reasons(watched)["rollout-0"]
+    assert "gave no sign of life for launch.hang_timeout = 4.5 s" in reasons(watched)["rollout-0"]
     assert_each_sample_once(of, watched)
     assert_nothing_left(watched.run)
 

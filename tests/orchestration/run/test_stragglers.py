@@ -17,7 +17,7 @@ from stages.rollout.stage import group_seed
 from tests.orchestration.run.test_partial_rollout import Spy
 from tests.orchestration.run.test_run import assert_each_sample_once
 from tests.orchestration.runs import MOCK, complete, recipe
-from tests.orchestration.stalling import LONG_GROUP, long_tailed
+from tests.orchestration.stalling import LONG_GROUP, LongTailedEngine, Visit, long_tailed
 
 STEPS, GROUPS, SIZE = 12, 4, 4
 LIMIT = 3000  # tokens; the longest response has 2000
@@ -47,14 +47,15 @@ async def generated(of: Any, groups: Sequence[int], seed: int) -> list[int]:
 async def test_a_response_of_a_hundred_times_the_mean_is_trained_and_no_length_is_favoured(
     straggler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spy = Spy(monkeypatch)
+    spy, visits, window = Spy(monkeypatch), list[Visit](), 3
+    monkeypatch.setattr(LongTailedEngine, "visits", visits)
     of = recipe(
         MOCK,
         train__steps=STEPS,
         train__groups_per_step=GROUPS,
         algorithm__group_size=SIZE,
         pipeline__staleness=2,
-        pipeline__window=3,
+        pipeline__window=window,
         rollout__workers=2,
         rollout__max_tokens=LIMIT,
         rollout__engine="tests.orchestration.stalling:long_tailed",
@@ -67,10 +68,20 @@ async def test_a_response_of_a_hundred_times_the_mean_is_trained_and_no_length_i
     trained = {key: len(tokens) for key, (tokens, _, _) in spy.ended.items()}
     assert sorted(trained) == [(group, place) for group in range(STEPS * GROUPS) for place in range(SIZE)]
     assert trained[LONG_GROUP, 0] == 2000
+    for visit in visits:
+        assert visit.made <= (visit.budget or LIMIT), "a visit ends after the tokens that it may have"
+    assert len(spy.parked) == sum(visit.is_cut for visit in visits), "each that was cut was parked, and nothing else"
+    # A worker has a limit as soon as one of its responses has ended, and two workers cannot hold all responses at once.
+    assert any(visit.budget for visit in visits) == (straggler == "park")
+
+    # Training passes a straggler only inside the window that begins at the oldest group not trained.
     steps = {group: step["step"] for step in watched.of("step") for group in step["groups"]}
-    assert max(steps[group] for group in range(LONG_GROUP)) <= steps[LONG_GROUP], "it did not pass the ones before"
-    visits = sum((group, place) == (LONG_GROUP, 0) for _, group, place in spy.parked)
-    assert (visits > 2) == (straggler == "park")
+    left = set(range(STEPS * GROUPS))
+    for step in watched.of("step"):
+        for group in sorted(step["groups"]):
+            assert group < min(left) + window
+            left.remove(group)
+    assert not left
 
     # The whole is what the engine generates. So is each half of the run: nothing long was put off.
     lengths, expected = list(trained.values()), await generated(of, range(STEPS * GROUPS), of.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,16 +15,21 @@ from orchestration.simulation.forecast import forecast
 from orchestration.simulation.simulator import Setup
 from pipeline.staleness import StalenessPlan
 from tests.orchestration.runs import MOCK, TINY, recipe
+from tests.stages.engines.mock.test_engines import LoopClock
 
 COSTS = Costs(row_rate=100.0, step_seconds=0.5, token_seconds=0.0, saturation_rows=inf, prefill_rate=inf)
 
 
-def test_of_an_engine_whose_times_are_known(tmp_path: Path) -> None:
-    """A row of 5 ms a token; above 8 rows they share what 8 have: 16 take 10 ms. A prefill of a token takes 1 ms."""
+def test_of_an_engine_whose_times_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of 5 ms a token; above 8 rows they share what 8 have: 16 take 10 ms. A prefill of a token takes 1 ms. The clock
+    is that of the loop, which jumps to the next timer."""
+    clock = LoopClock()
+    monkeypatch.setattr("orchestration.simulation.engine_profile.asyncio.run", clock.run)
+    monkeypatch.setattr("orchestration.simulation.engine_profile.time", SimpleNamespace(perf_counter=lambda: clock.now))
     options = {"row_rate": 200.0, "saturation_rows": 8, "prefill_rate": 1000.0, "median_tokens": 1000.0, "sigma": 0.0}
     profile = profile_engine(recipe(MOCK, rollout__mock=options, rollout__max_rows=16, rollout__max_tokens=16))
-    assert profile.token_seconds + 2 * profile.row_seconds == pytest.approx(0.005, rel=0.2)
-    assert profile.token_seconds + 16 * profile.row_seconds == pytest.approx(0.010, rel=0.2)
+    assert profile.token_seconds + 2 * profile.row_seconds == pytest.approx(0.005)
+    assert profile.token_seconds + 16 * profile.row_seconds == pytest.approx(0.010)
     assert profile.prompt_tokens > 1
     profile.write(tmp_path)
     assert EngineProfile.read(tmp_path) == profile
@@ -32,8 +38,8 @@ def test_of_an_engine_whose_times_are_known(tmp_path: Path) -> None:
 
 def test_of_a_real_engine() -> None:
     profile = profile_engine(recipe(TINY))
-    assert 1e-5 < profile.token_seconds < 1
-    assert 0 < profile.prefill_seconds + profile.prefill_token_seconds < 1
+    assert profile.token_seconds > 0
+    assert profile.prefill_seconds + profile.prefill_token_seconds > 0
 
 
 @pytest.mark.parametrize(

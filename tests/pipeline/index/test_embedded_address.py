@@ -15,7 +15,7 @@ import redis.asyncio as redis
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.sections import PipelineSection
-from pipeline.index.address import Address, split_password, with_password
+from pipeline.index.address import Address, redacted, split_password, with_password
 from pipeline.index.client import OWN_ADDRESS, Index
 from pipeline.index.embedded import EmbeddedIndex, served_by_tls
 from tests.orchestration.runs import MOCK, recipe
@@ -127,3 +127,21 @@ def test_an_address_and_its_password_are_given_apart(url: str) -> None:
     assert with_password("redis://10.0.0.1", "") == "redis://10.0.0.1"
     with pytest.raises(ValueError, match="leave out one of them"):
         with_password(url, password)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:secret@host:1/0", "redis://***@host:1/0"),
+        ("rediss://me:secret@[::1]:1", "rediss://***@[::1]:1"),
+        ("redis://:sec@ret@host:1/0", "redis://***@host:1/0"),
+        ("redis://:@sec@ret@@host:1", "redis://***@host:1"),
+        ("redis://host:1/0", "redis://host:1/0"),
+        ("unix:///run/index.sock", "unix:///run/index.sock"),
+        ("redis://host:1/0?db=2&password=secret", "redis://host:1/0?db=2&password=***"),
+        ("unix:///run/index.sock?password=sec@ret&db=1", "unix:///run/index.sock?password=***&db=1"),
+    ],
+)
+def test_no_part_of_a_password_is_shown(url: str, shown: str) -> None:
+    """Servers take a password with ``@`` in it as it is, and one in the query, too."""
+    assert redacted(url) == shown

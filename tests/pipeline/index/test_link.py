@@ -69,9 +69,8 @@ async def test_longer_and_later_waits_go_on(link: Link) -> None:
     await link.redis.xadd(f"{index.prefix}wake:topic", {"e": 1})
     async with asyncio.timeout(5):
         assert await last is True
-    began = time.monotonic()
-    assert await asyncio.gather(*(index.wait("other", "0", 0.2) for _ in range(50))) == [False] * 50
-    assert time.monotonic() - began < 5  # side by side, not one after the other
+    async with asyncio.timeout(40):  # side by side: one after the other they take 50 seconds
+        assert await asyncio.gather(*(index.wait("other", "0", 1.0) for _ in range(50))) == [False] * 50
     await index.erase()
 
 
@@ -110,12 +109,11 @@ async def test_a_reader_that_was_frozen_beyond_its_deadline_asks_again(
 
 
 async def test_an_index_that_is_gone_fails_all_that_wait_for_it_by_their_deadline() -> None:
-    link = Link("unix:///nowhere/index.sock", timeout=0.3)
+    link = Link("unix:///nowhere/index.sock", timeout=1.0)
     index = Index(link, "run")
-    began = time.monotonic()
-    found = await asyncio.gather(*(index.wait("topic", "0", 0.5) for _ in range(50)), return_exceptions=True)
+    async with asyncio.timeout(40):  # one after the other they take 50 seconds
+        found = await asyncio.gather(*(index.wait("topic", "0", 2.0) for _ in range(50)), return_exceptions=True)
     assert all(isinstance(error, IndexUnreachable) for error in found)
-    assert time.monotonic() - began < 5
     await link.close()
 
 

@@ -18,8 +18,9 @@ from stages.algorithms import Algorithm, Drop, TokenBatch, build_algorithm
 from stages.algorithms.interface import MOST_LOG_RATIO
 from stages.algorithms.policy_gradient.base import PROXIMAL, PolicyGradient
 from stages.algorithms.registry import built_in
+from stages.flow.catalogue import TOKEN_STALENESS
 
-Row = dict[str, Any]  # now, rollout, ref, proximal: a float a token; advantage; staleness; weight
+Row = dict[str, Any]  # now, rollout, ref, proximal: a float a token, staleness: an int a token; advantage; weight
 LEVELS = ("token", "geometric", "sequence")
 
 
@@ -32,9 +33,8 @@ def random_rows(seed: int, rows: int, spread: float) -> list[Row]:
             name: [x + rng.gauss(0, spread) for x in now] for name in ("rollout", "ref", "proximal")
         }
         advantage = rng.choice([0.0, rng.uniform(-2, 2), rng.uniform(-2, 2)])
-        made.append(
-            {"now": now, **near, "advantage": advantage, "staleness": rng.randint(0, 3), "weight": rng.uniform(0, 2)}
-        )
+        staleness = sorted((rng.randint(0, 6) for _ in now), reverse=True)
+        made.append({"now": now, **near, "advantage": advantage, "staleness": staleness, "weight": rng.uniform(0, 2)})
     return made
 
 
@@ -50,7 +50,7 @@ def pack(rows: list[Row], algorithm: Algorithm, total_rows: int, total_tokens: i
         return torch.tensor([each[name] for each in rows], dtype=torch.float64)[row]
 
     columns = {"rollout_logprobs": flat("rollout"), "ref_logprobs": flat("ref"), PROXIMAL: flat("proximal")}
-    columns |= {"advantage": single("advantage"), "staleness": single("staleness").long()}
+    columns |= {"advantage": single("advantage"), TOKEN_STALENESS: flat("staleness").long()}
     columns |= {name: torch.zeros_like(columns["advantage"]) for name in ("values", "returns", "reward")}
     read = {name: column for name, column in columns.items() if name in algorithm.loss_reads}
     now = flat("now").requires_grad_()
@@ -79,15 +79,19 @@ def reference(algorithm: PolicyGradient, rows: list[Row], now: list[list[float]]
         if a.proximal == "recomputed":
             proximal = row["proximal"] if a.epochs * a.mini_batches > 1 else row["now"]
         elif a.proximal == "interpolated":
-            part = 1 / row["staleness"] if row["staleness"] else 0.0
-            proximal = [part * r + (1 - part) * n for r, n in zip(rollout, row["now"], strict=True)]
+            parts = [1 / steps if steps else 0.0 for steps in row["staleness"]]
+            proximal = [a * r + (1 - a) * n for a, r, n in zip(parts, rollout, row["now"], strict=True)]
         ratios = [
             math.exp(x) for x in of_level([n - p for n, p in zip(logprobs, proximal, strict=True)], a.ratio_level)
         ]
         held = of_level([n - p for n, p in zip(row["now"], proximal, strict=True)], a.ratio_level)
         centre = row["now"] if a.proximal == "rollout" else proximal
         logs = of_level([c - r for c, r in zip(centre, rollout, strict=True)], a.correction_level)
-        for n, ratio, frozen, ref, weight in zip(logprobs, ratios, held, row["ref"], map(math.exp, logs), strict=True):
+        level = "sequence" if a.ratio_level == "sequence" else "token"
+        aways = map(math.exp, of_level([n - r for n, r in zip(logprobs, rollout, strict=True)], level))
+        for n, ratio, frozen, ref, weight, away in zip(
+            logprobs, ratios, held, row["ref"], map(math.exp, logs), aways, strict=True
+        ):
             if a.name == "cispo":
                 gain = min(math.exp(frozen), 1 + a.clip_high) * row["advantage"] * n
             else:
@@ -99,7 +103,7 @@ def reference(algorithm: PolicyGradient, rows: list[Row], now: list[list[float]]
             loss = -gain * (float(inside) if a.correction == "mask" and a.proximal == "rollout" else factor)
             if a.kl_coef:
                 k3 = math.exp(ref - n) - (ref - n) - 1
-                loss += a.kl_coef * k3 * (ratio if a.kl_weighted else 1.0)
+                loss += a.kl_coef * k3 * (away if a.kl_weighted else 1.0)
             total += loss * share * row["weight"]
     return total
 
@@ -130,6 +134,7 @@ options = st.fixed_dictionaries(
         "kl_weighted": st.booleans(),
         "max_ratio": st.sampled_from([None, 1.5]),
         "mini_batches": st.sampled_from([1, 2]),
+        "response_tokens": st.just(1024),
     }
 )
 corrections = st.sampled_from(
@@ -214,10 +219,48 @@ def test_dapo_lowers_the_reward_of_overlong_responses(length: int, penalty: floa
     assert made["advantage"].tolist() == pytest.approx([r - sum(shaped) / 4 for r in shaped], abs=1e-6)
 
 
-def test_dapo_drops_groups_that_are_equal_after_the_penalty() -> None:
-    dapo = build_algorithm("dapo", {"longest_response": 4})
-    ids = [torch.zeros(n, dtype=torch.int64) for n in (1, 4)]
-    assert dapo.credit({"reward": torch.tensor([0.0, 1.0]), "response_ids": ids}) == Drop("equal rewards")
+@pytest.mark.parametrize(
+    ("rewards", "drop_by", "advantage"),
+    [
+        ([0.0, 1.0], "correctness", [0.0, 0.0]),  # one is right: Eq. 11 keeps the group
+        ([0.0, 1.0], "penalized", None),
+        ([1.0, 1.0], "correctness", None),  # all are right: Eq. 11 drops it, whatever their lengths are
+        ([1.0, 1.0], "penalized", [0.5, -0.5]),
+        ([1.0, 0.5], "correctness", [0.75, -0.75]),
+        ([1.0, 0.5], "penalized", [0.75, -0.75]),
+    ],
+)
+def test_dapo_drops_groups_by_correctness_or_by_the_penalized_reward(
+    rewards: list[float], drop_by: str, advantage: list[float] | None
+) -> None:
+    dapo = build_algorithm("dapo", {"longest_response": 4, "drop_by": drop_by, "scale_rewards": False})
+    ids = [torch.zeros(n, dtype=torch.int64) for n in (1, 4)]  # the second one loses 1
+    made = dapo.credit({"reward": torch.tensor(rewards), "response_ids": ids})
+    if advantage is None:
+        assert made == Drop("equal rewards")
+        assert isinstance(made, Drop)
+        assert made.instead is not None
+        assert made.instead["advantage"].tolist() == [0.0, 0.0]
+    else:
+        assert not isinstance(made, Drop)
+        assert made["advantage"].tolist() == pytest.approx(advantage)
+    assert build_algorithm("dapo", {}).drop_by == "correctness"  # type: ignore[attr-defined]
+
+
+def test_dapo_counts_the_tokens_that_loss_mask_leaves() -> None:
+    """A tool's output of 20 tokens is no length of the response."""
+    dapo = build_algorithm("dapo", {"longest_response": 10, "overlong_tokens": 5, "scale_rewards": False})
+    assert dapo.credit_optional == {"loss_mask": "bool ragged"}
+    masks = [torch.tensor([True] * 8 + [False] * 20), torch.ones(5, dtype=torch.bool)]
+    ids = [torch.zeros(len(mask), dtype=torch.int64) for mask in masks]
+    group = {"reward": torch.tensor([1.0, 0.0]), "response_ids": ids}
+    penalty = 3 / 5  # of the 5 tokens before 10, 8 - 5 are used up
+    made = dapo.credit({**group, "loss_mask": masks})
+    assert not isinstance(made, Drop)
+    assert made["advantage"].tolist() == pytest.approx([(1 - penalty) / 2, -(1 - penalty) / 2])
+    unmasked = dapo.credit(group)
+    assert not isinstance(unmasked, Drop)
+    assert unmasked["advantage"].tolist() == [0.0, 0.0]  # 1 - 1 against 0
 
 
 def test_truncation_where_the_ratio_has_the_weight_is_refused() -> None:

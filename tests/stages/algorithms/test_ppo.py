@@ -69,19 +69,111 @@ def test_advantages_and_returns_are_those_of_the_formulas(
         batch, ppo, computed={"values": [torch.tensor(v, dtype=torch.float64) for v in draw["values"]]}
     )
     advantages, returns = [], []
-    for values, rollout, ref, last in zip(draw["values"], draw["rollout"], draw["ref"], reward, strict=True):
+    for *columns, is_trained, last in zip(draw["values"], draw["rollout"], draw["ref"], mask, reward, strict=True):
+        values, rollout, ref = ([x for x, t in zip(c, is_trained, strict=True) if t] for c in columns)
         rewards = [-kl * (a - b) for a, b in zip(rollout, ref, strict=True)]
+        if not rewards:
+            continue
         rewards[-1] += float(torch.tensor(last))  # float32, as the column
         found = gae(rewards, values, gamma, lam)
         advantages += found
         returns += [a + v for a, v in zip(found, values, strict=True)]
     if whiten:
-        kept = [a for a, trained in zip(advantages, [t for row in mask for t in row], strict=True) if trained]
-        mean = sum(kept) / len(kept)
-        std = (sum((a - mean) ** 2 for a in kept) / len(kept)) ** 0.5
+        mean = sum(advantages) / len(advantages)
+        std = (sum((a - mean) ** 2 for a in advantages) / len(advantages)) ** 0.5
         advantages = [(a - mean) / (std + 1e-8) for a in advantages]
-    assert given_batch["returns"].tolist() == pytest.approx(returns, rel=1e-6, abs=1e-9)
-    assert given_batch["advantage"].tolist() == pytest.approx(advantages, rel=1e-6, abs=1e-6)
+    trained = torch.tensor([t for row in mask for t in row])
+    assert given_batch["returns"][trained].tolist() == pytest.approx(returns, rel=1e-6, abs=1e-9)
+    assert given_batch["advantage"][trained].tolist() == pytest.approx(advantages, rel=1e-6, abs=1e-6)
+
+
+def masked_batch(mask: list[list[int]], reward: list[float], **ragged_columns: list[list[float]]) -> TensorDict:
+    """Rows with these trained tokens (1), rewards and other columns."""
+    rows = [torch.tensor(row, dtype=torch.bool) for row in mask]
+    columns = {
+        "response_ids": torch.nested.nested_tensor([torch.zeros(len(row)).long() for row in mask], layout=torch.jagged),
+        "loss_mask": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "reward": torch.tensor(reward),
+    }
+    zeros = [[0.0] * len(row) for row in mask]
+    columns |= {name: ragged(ragged_columns.get(name, zeros)) for name in ("rollout_logprobs", "ref_logprobs")}
+    return TensorDict(columns, batch_size=[len(mask)])
+
+
+@pytest.mark.parametrize(
+    ("mask", "gamma", "lam", "expected"),
+    [
+        ([1, 0, 0, 0, 0, 0, 1], 1.0, 0.95, [0.95, 1.0]),  # a tool's output: 0.698 and 0.735 if time passed in it
+        ([1, 1, 0, 0, 0, 0, 0], 1.0, 0.95, [0.95, 1.0]),  # the last token is none of the policy's
+        ([0, 0, 1, 0, 1, 0, 1], 0.9, 0.5, [0.45**2, 0.45, 1.0]),  # several stretches
+        ([0, 0, 0, 1], 0.9, 0.5, [1.0]),
+        ([1, 1, 1], 1.0, 0.95, [0.95**2, 0.95, 1.0]),
+        ([0, 0], 1.0, 0.95, []),  # the whole response
+    ],
+)
+def test_time_counts_trained_tokens(mask: list[int], gamma: float, lam: float, expected: list[float]) -> None:
+    """Of a reward of 1 and a critic that says 0: (gamma lambda)^k at the k-th trained token from the end."""
+    ppo = PPO(gamma=gamma, gae_lambda=lam, whiten=False)
+    values = [torch.zeros(len(mask), dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
+    batch = TrainBatch(masked_batch([mask, [1, 1]], [1.0, 1.0]), ppo, computed={"values": values})
+    at = batch.is_trained[: len(mask)]
+    assert batch["advantage"][: len(mask)][at].tolist() == pytest.approx(expected)
+    assert batch["returns"][: len(mask)][at].tolist() == pytest.approx(expected)
+    assert batch["advantage"][len(mask) :].tolist() == pytest.approx([gamma * lam, 1.0])
+
+
+def test_tokens_that_are_left_out_are_not_charged_for_the_kl_and_have_no_value() -> None:
+    """By hand: rewards of the trained tokens are -0.5 x 0.2 and 1 - 0.5 x 0.4, values 0.3 and 0.6."""
+    ppo = PPO(kl_reward=0.5, gamma=0.9, gae_lambda=0.5, whiten=False)
+    columns = {"rollout_logprobs": [[-1.0, -9.0, -1.0, 5.0]], "ref_logprobs": [[-1.2, 7.0, -1.4, 0.0]]}
+    values = [torch.tensor([0.3, 50.0, 0.6, -70.0], dtype=torch.float64)]
+    batch = TrainBatch(masked_batch([[1, 0, 1, 0]], [1.0], **columns), ppo, computed={"values": values})
+    second = 1 - 0.2 - 0.6
+    first = -0.1 + 0.9 * 0.6 - 0.3 + 0.45 * second
+    assert batch["advantage"][batch.is_trained].tolist() == pytest.approx([first, second])
+    assert batch["returns"][batch.is_trained].tolist() == pytest.approx([first + 0.3, second + 0.6])
+
+
+@pytest.mark.parametrize("critic", ["trunk", "own"])
+def test_what_is_left_out_changes_no_loss_and_no_metric(critic: Any) -> None:
+    """A batch with tokens that loss_mask leaves out is the batch without these tokens."""
+    rng = random.Random(1)
+    mask = [[1, 0, 0, 1, 1], [0, 1, 1, 0], [0, 0], [1, 1]]
+    draw = {n: [[rng.gauss(-1, 1) for _ in row] for row in mask] for n in ("rollout", "ref", "values", "now")}
+    reward = [1.0, 0.0, 1.0, 0.5]
+    ppo = PPO(critic=critic, kl_reward=0.1, kl_coef=0.1)
+    learning = ppo.critic_algorithm() or ppo
+
+    def of(keep: list[list[int]], rows: list[int]) -> tuple[list[float], dict[str, float]]:
+        chosen = {
+            name: [[x for x, k in zip(draw[name][at], keep[at], strict=True) if k] for at in rows] for name in draw
+        }
+        batch = masked_batch(
+            [[m for m, k in zip(mask[at], keep[at], strict=True) if k] for at in rows],
+            [reward[at] for at in rows],
+            rollout_logprobs=chosen["rollout"],
+            ref_logprobs=chosen["ref"],
+        )
+        out, losses, metrics = [], [], dict[str, float]()
+        for algorithm in (ppo, learning):
+            values = [torch.tensor(row, dtype=torch.float64) for row in chosen["values"]]
+            given_batch = TrainBatch(batch, algorithm, computed={"values": values})
+            now = torch.tensor([x for row in chosen["now"] for x in row], dtype=torch.float64, requires_grad=True)
+            trained, counts = int(given_batch.trained.sum()), int((given_batch.trained > 0).sum())
+            sizes = {"total_tokens": trained, "total_rows": counts, "total_groups": 1}
+            tokens = given_batch.tokens(range(len(rows)), [0] * len(rows), now, values=now * 0.5, **sizes)
+            out = algorithm.loss(tokens)
+            losses.append(out.loss.item())
+            metrics |= algorithm.finish({name: float(value) for name, value in out.metrics.items()})
+        return losses, metrics
+
+    everything = [[1] * len(row) for row in mask]
+    losses, metrics = of(everything, [0, 1, 2, 3])
+    without, expected = of(mask, [0, 1, 3])
+    assert losses == pytest.approx(without)
+    assert metrics == pytest.approx(expected)
+    assert "explained_variance" in metrics
+    assert metrics["max_ratio"] == pytest.approx(expected["max_ratio"])
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.staleness import StalenessPlan
-from stages.algorithms import Algorithm, LossOutput, TokenBatch
+from stages.algorithms import Algorithm, LossOutput, TokenBatch, build_algorithm
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.flow.catalogue import PROMPT, catalogue
 from stages.flow.declarations import Columns, FlowError, RunsOn, StageDeclaration
@@ -149,6 +149,30 @@ def test_optional_columns_are_read_where_a_stage_makes_them() -> None:
     flow = resolve(GRPO(), catalogue(stages=[StageDeclaration("turns", "rows", PROMPTS_AND_RESPONSES, makes)]))
     assert {"loss_mask", "row_weight"} <= flow["update"].needs.keys()
     assert not {"loss_mask", "row_weight"} & resolve(GRPO(), catalogue())["update"].needs.keys()
+
+
+def test_credit_reads_a_mask_that_is_made_before_it() -> None:
+    dapo = build_algorithm("dapo", {"longest_response": 8})
+    makes = {"loss_mask": "bool ragged"}
+    turns = StageDeclaration("turns", "rows", PROMPTS_AND_RESPONSES, makes)
+    assert "loss_mask" in resolve(dapo, catalogue(stages=[turns]))["advantage"].needs
+    assert "loss_mask" not in resolve(dapo, catalogue())["advantage"].needs
+    assert "loss_mask" not in resolve(GRPO(), catalogue(stages=[turns]))["advantage"].needs
+    assert "loss_mask" not in resolve(dapo, catalogue(), "mask")["advantage"].needs, "it makes it itself"
+    later = [
+        StageDeclaration("judge", "groups", {"advantage": "float32"}, {"judged": "float32"}),
+        StageDeclaration("turns", "rows", {**PROMPTS_AND_RESPONSES, "judged": "float32"}, makes),
+    ]
+    flow = resolve(dapo, catalogue(stages=later))
+    assert "loss_mask" not in flow["advantage"].needs, "it is made of the advantage"
+    assert "loss_mask" in flow["update"].needs
+
+
+def test_the_versions_of_tokens_are_carried_where_the_loss_reads_their_staleness() -> None:
+    flow = resolve(build_algorithm("grpo", {"proximal": "interpolated"}), catalogue())
+    assert flow["update"].needs["versions"] == "int64 ragged"
+    assert "token_staleness" not in flow.columns
+    assert "versions" not in resolve(GRPO(), catalogue())["update"].needs
 
 
 def test_training_waits_for_a_stage_that_only_drops() -> None:

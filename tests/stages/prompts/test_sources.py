@@ -94,6 +94,21 @@ def test_held_out_prompts_are_never_trained(seed: int, share: float) -> None:
     assert held_out.isdisjoint(split.train.prompt(seq).text for seq in range(300))
 
 
+def test_each_seed_holds_out_other_prompts_as_many_as_the_share_says(tmp_path: Path, plain: Tokenizer) -> None:
+    options = PromptOptions(source="jsonl", path=numbered(tmp_path, 400), held_out=0.25)
+    sides = []
+    for seed in (0, 1, 0):
+        held_out = load_prompts(options, plain, seed).held_out
+        assert held_out is not None
+        assert held_out.size is not None
+        sides.append({held_out.prompt(at).text for at in range(held_out.size)})
+    assert sides[0] == sides[2]
+    for side in sides:
+        assert 65 <= len(side) <= 135, "a binomial of 400 and 0.25, within 4 standard deviations"
+    # Of two independent draws, a quarter of a quarter is on both sides: 25 of 400.
+    assert len(sides[0] & sides[1]) < 50
+
+
 def test_a_table_that_repeats_a_prompt_keeps_it_on_one_side(tmp_path: Path, plain: Tokenizer) -> None:
     path = jsonl(tmp_path, [{"prompt": f"say {i % 10}", "answer": str(i)} for i in range(100)])
     split = load_prompts(PromptOptions(source="jsonl", path=path, held_out=0.4), plain, seed=0)
@@ -375,7 +390,7 @@ NO_PROMPTS = [
     ('{"prompt": "a"}\n'.encode("utf-16-le"), "line 1 has a zero byte at column 2, as UTF-16 has"),
     ('{"prompt": "a"}\n'.encode("utf-32"), "is UTF-32"),
     (b'{"prompt": "\\ud83d"}\n', "line 1 has half of a surrogate pair in column 'prompt' (\\ud83d at character 1)"),
-    (b'{"prompt": [{"role": "user", "content": "\\ude00"}]}\n', "half of a surrogate pair in a message"),
+    (b'{"prompt": [{"role": "user", "content": "\\ude00"}]}\n', "half of a surrogate pair in column"),
     (b'{"prompt": "a\0b"}\n', "line 1 has a zero byte at column 14"),
     (b'{"prompt": "a"}\n' + b'{"x":' * 100_000, "line 2 is nested too deeply"),
     (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}\n", "line 1 is not JSON (Exceeds the limit"),
@@ -495,7 +510,7 @@ def test_a_check_reads_tables_and_tasks_too(tmp_path: Path) -> None:
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-9])
     assert "cannot be read" in faults(source="parquet", path=str(tmp_path / "cut.parquet"))[0]
     saved = {"source": "datasets", "path": str(tmp_path / "saved")}
-    assert faults(**saved, split="train") == []
+    assert ["row 2" in fault or "row 3" in fault for fault in faults(**saved)] == [True, True], "train is the default"
     assert "use one of ['train']" in faults(**saved, split="test")[0]
     assert "has no column 'question'" in faults(**saved, split="train", column="question")[0]
     assert "no state.json" in faults(source="datasets", path=str(tmp_path))[0]
@@ -519,7 +534,8 @@ def test_a_table_with_nothing_to_hold_out_is_an_error(tmp_path: Path, plain: Tok
         ({"source": "builtin", "path": "x", "task": "repeat"}, r"path\n  means nothing for source = 'builtin'"),
         ({"source": "builtin", "task": "chess"}, r"(?s)task\n  is not known; use one of \['repeat'\].*'chess'"),
         ({"source": "jsonl", "path": "x", "config": {"a": 1}}, r"config\n  means nothing"),
-        ({"source": "jsonl", "path": "x", "split": "test"}, r"split\n  means nothing"),
+        ({"source": "builtin", "task": "repeat", "split": "test"}, r"split\n  means nothing"),
+        ({"source": "jsonl", "path": "x", "leave_out": ["prompt"]}, r"leave_out\n  has the column of the prompt"),
         ({"source": "jsonl", "path": "x", "template": "hello"}, r"must contain \{prompt\}"),
         ({"source": "jsonl", "path": "x", "chat": False, "system": "s"}, r"system\n  needs a chat template"),
         ({"source": "jsonl", "path": "x", "shufle": True}, "shufle"),

@@ -121,8 +121,8 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(
         for engine, rank_group in zip(engines[1:], rank_groups[1:], strict=True)
     ]
     working = [asyncio.create_task(rank_worker.run()) for rank_worker in rank_workers]
-    shares = await rank_groups[0].deal(dock, claim)
-    assert await rank_groups[-1].deal(dock, claim) == shares, "a replay's too"
+    shares = await rank_groups[0].deal(dock, claim, algorithm)
+    assert await rank_groups[-1].deal(dock, claim, algorithm) == shares, "a replay's too"
     assert sorted(at for share in shares for at in share) == list(range(len(claim)))
     columns = ("prompt_ids", "response_ids", "rollout_logprobs", "advantage")
     await rank_groups[0].broadcast("train", claim=claim.record(), shares=shares)

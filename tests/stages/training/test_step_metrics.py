@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tensordict import TensorDict
 from stages.algorithms import build_algorithm
 from stages.algorithms.interface import AGES, TokenBatch
 from stages.algorithms.named import LEAST_TOKENS, split_gap
-from stages.training.ranks import ages_of
+from stages.training.ranks import ages_of, train_batch
 from stages.training.update import variety
 from tests.stages.engines.contract_train import make_batch
 from tests.stages.engines.torch.test_train import engine_of, tiny_llama
@@ -27,6 +29,17 @@ from tests.stages.engines.torch.test_train import engine_of, tiny_llama
 )
 def test_the_age_of_each_token_after_seven_steps(versions: list[int], expected: list[str]) -> None:
     assert [AGES[at] for at in ages_of(versions, 7).tolist()] == expected
+
+
+def test_a_batch_has_the_staleness_of_each_token_and_of_each_row() -> None:
+    versions = [torch.tensor(row) for row in ([1, 2, 5, 1, 7, 1], [6, 3])]
+    rows = TensorDict({"versions": torch.nested.nested_tensor(versions, layout=torch.jagged)}, [2])
+    record = {"group": [3, 3], "place": [0, 1], "oldest_version": [1, 6]}
+    claim = SimpleNamespace(**{name: np.array(values) for name, values in record.items()})
+    batch = train_batch(claim, rows, 7)  # type: ignore[arg-type]
+    assert batch["staleness"].tolist() == [6, 1]
+    assert [row.tolist() for row in batch["token_staleness"].unbind()] == [[6, 6, 2, 0], [1, 1, 1]]
+    assert "versions" not in batch
 
 
 def test_gaps_are_means_over_the_tokens_of_each_age_however_they_are_batched() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -165,3 +166,14 @@ def test_publishing_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
         assert {name: weight.unique().tolist() for name, weight in read.items()} == {
             f"layer.{number}": [number] for number in range(6)
         }
+
+
+@pytest.mark.parametrize("lacking", [0, 1, -1])
+def test_bytes_that_no_checksum_covers_are_not_read(tmp_path: Path, lacking: int) -> None:
+    """A rank's buckets that did not come in: whatever lies in their place would be taken for weights."""
+    published = WeightStore(tmp_path, bucket_bytes=512).publish(4, [("w", torch.ones(1000)), ("b", torch.ones(3))])
+    assert len(published.buckets) > 3
+    buckets = list(published.buckets)
+    del buckets[lacking]
+    with pytest.raises(WeightsDamaged, match=r"version 4: bytes \d+\.\.\d+ are in no bucket.* publish again"):
+        WeightStore(tmp_path).read(replace(published, buckets=tuple(buckets)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import secrets
 import types
@@ -19,7 +20,8 @@ from yarl import URL
 
 from api.cli.exit_codes import BAD_INPUT
 from api.cli.main import app
-from api.server.access.limits import Rates
+from api.server.access import limits
+from api.server.access.limits import Rates, client_of
 from api.server.access.tokens import KEY, SCOPES, Scope, TokenRevoked, Tokens
 from api.server.app import build_app, listen
 from api.server.operations import operation
@@ -323,3 +325,35 @@ def test_the_rates_of_many_clients_take_bounded_room() -> None:
     for client in range(30_000):
         rates.wait(str(client), 0.0)
     assert len(rates._buckets) <= 10_000
+
+
+def test_a_full_table_of_rates_forgets_who_was_silent_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowd of addresses gives no client more than its rate: the one that asks now stays known."""
+    monkeypatch.setattr(limits, "CLIENTS", 2)
+    rates = Rates(1.0, 1)
+    assert [rates.wait(client, 0.0) for client in ("a", "b", "a", "c")] == [0.0, 0.0, 1.0, 0.0]
+    assert [rates.wait(client, 0.0) for client in ("c", "a")] == [1.0, 1.0]
+    assert rates.wait("b", 0.0) == 0.0, "it was silent for longest"
+
+
+@given(network=st.integers(0, 2**64 - 1), hosts=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)))
+def test_all_addresses_of_one_ipv6_network_are_one_client(network: int, hosts: tuple[int, int]) -> None:
+    """A customer gets 2**64 of them, and would have as many rates."""
+    network |= 0x2000 << 48  # public addresses
+    first, second = [str(ipaddress.IPv6Address(network << 64 | host)) for host in hosts]
+    assert client_of(first) == client_of(second)
+    assert client_of(str(ipaddress.IPv6Address((network ^ 1) << 64 | hosts[0]))) != client_of(first)
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("2001:db8::1:2", "2001:db8::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_the_client_of_an_address(address: str, client: str) -> None:
+    assert client_of(address) == client

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from api.server.access.submission_policy import accept
 from api.server.service import Settings
 from orchestration.recipe import model_files
 from orchestration.recipe.checks import machine
+from orchestration.recipe.checks.examples import prompt_sources
 from orchestration.recipe.load import load_recipe, parse_recipe
 from orchestration.recipe.problems import Problem, RecipeError
 from orchestration.recipe.schema import Recipe
@@ -106,7 +108,7 @@ HABITS: dict[str, tuple[Callable[[Path], object], str]] = {
     "Latin-1": (lambda path: path.write_text('{"prompt": "é"}\n', encoding="latin1"), "line 1 is not UTF-8"),
     "a lone surrogate": (lambda path: path.write_text('{"prompt": "\\udc00"}'), "line 1 has half of a surrogate pair"),
     "zero bytes": (lambda path: path.write_bytes(b'{"prompt": "a"}\n\0\0\0'), "line 2 has a zero byte at column 1"),
-    "a folder": (lambda path: path.mkdir(), "is a folder; give a file"),
+    "a folder": (lambda path: path.mkdir(), "is a folder without *.jsonl; give a file"),
     "an empty file": (lambda path: path.touch(), "is empty"),
     "a pipe": (lambda path: os.mkfifo(path), "is a pipe; give a file"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device; give a file"),
@@ -462,3 +464,34 @@ def test_ranks_that_cut_fused_matrices_are_refused_where_devices_are_shared(
         assert "train.tp" not in messages(data), family
         data["launch"]["placement"] = "colocated"
         assert ("qkv_proj.weight is several matrices in one" in messages(data).get("train.tp", "")) == refused, family
+
+
+def three_of_a_function() -> list[dict[str, str]]:
+    return [{"prompt": "a", "question": "b"}] * 3
+
+
+def test_columns_of_rows_that_cannot_be_read_are_not_missed(tmp_path: Path) -> None:
+    """A mixture was refused for a column that only the rows of a function have."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "about": "b"}\n')
+    lines = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    function = {"source": "datasets", "path": f"{__name__}:three_of_a_function"}
+    reward = {"functions": [{"name": f"{__name__}:needs_the_question"}]}
+    mixed: dict[str, Any] = {**of(reward=reward, evaluate={"every": 0}), "prompts": {"sources": [lines, function]}}
+    assert messages(mixed) == {}
+    assert list(messages({**mixed, "prompts": {"sources": [lines, lines]}})) == ["reward.functions.0.name"]
+
+
+def test_check_says_which_files_and_rows_are_taken_and_what_becomes_of_their_values(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_pylist([{"prompt": "a", "answer": "a", "when": date(2026, 1, 2)}] * 3)
+    for name in ("train-00000-of-00001", "test-00000-of-00001"):
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+    prompts = {"source": "parquet", "path": str(tmp_path)}
+    data = {**of(evaluate={"every": 0}), "prompts": prompts}
+    assert prompt_sources(parse_recipe(data)) == [
+        "prompts: split 'train': 3 rows of train-00000-of-00001.parquet; left out: split 'test' (1 file)",
+        "prompts: column 'when': a value of type date becomes an ISO 8601 text",
+    ]
+    assert messages({**data, "prompts": {**prompts, "split": "dev"}}) == {
+        "prompts.split": f"is not in {tmp_path}; use one of ['test', 'train']"
+    }

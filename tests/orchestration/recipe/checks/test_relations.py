@@ -160,17 +160,21 @@ def test_long_rows_are_divided_over_context_parallel_ranks(minimal: Path, monkey
 @pytest.mark.parametrize(
     ("overrides", "key", "fix"),
     [
-        (("train.dp=2", "algorithm.options.mini_batches=3"), "algorithm.options.mini_batches", "use at most 2, or set"),
+        (("algorithm.options.mini_batches=5",), "algorithm.options.mini_batches", "use at most 4, or set"),
         (("train.dp=5", "algorithm.name=dpo"), "train.dp", "use at most 4, or set train.groups_per_step = 5 or more"),
+        (("train.dp=9",), "train.dp", "use a value <= 8"),
     ],
 )
-def test_each_rank_needs_a_part_of_each_mini_batch(
+def test_each_mini_batch_has_a_group_and_each_rank_a_row_of_a_step(
     minimal: Path, overrides: tuple[str, ...], key: str, fix: str
 ) -> None:
-    found = problems(minimal, "train.groups_per_step=4", "launch.launcher=process", *overrides)
-    [blamed] = [problem for problem in found if "the 4 groups of a step" in problem.wrong]
+    keys = ("train.groups_per_step=4", "algorithm.group_size=2", "launch.launcher=process")
+    found = problems(minimal, *keys, *overrides)
+    [blamed] = [problem for problem in found if "of a step" in problem.wrong]
     assert blamed.key == key
     assert blamed.fix.startswith(fix)
+    fits = [override for override in overrides if "name" in override] + ["train.dp=2"]
+    assert load_recipe(minimal, [*keys, *fits, "algorithm.options.mini_batches=4"]).train.dp == 2
 
 
 def test_ranks_may_share_a_group(minimal: Path) -> None:

@@ -11,7 +11,8 @@ from benchmarks.families import CONTEXT, FAMILIES, ROPE_CHANGE, VOCABULARY, WIND
 from benchmarks.models import batch_of
 from stages.engines.plans import Piece
 from stages.engines.torch.decoding.decoder import TorchDecoder
-from stages.engines.torch.train import TorchTrainEngine, _groups, _packed
+from stages.engines.torch.packing import groups_of, pack_pieces
+from stages.engines.torch.train import TorchTrainEngine
 from tests.stages.engines.contract_train import make_batch
 
 LIMIT = 2e-4  # of logprobs in float32, with experts and four layers of large weights
@@ -85,9 +86,9 @@ def test_the_trainer_has_the_plain_logprobs_and_gradients_past_windows(family: s
         assert float((found - expected).detach().abs().max()) < LIMIT
         total = total + expected.sum()
     total.backward()
-    groups, responses = _groups(batch)
-    pieces = [Piece(number, tuple(range(len(group.numbers)))) for number, group in enumerate(groups)]
-    engine._compute(_packed(pieces, engine.device, groups, responses, []))[0].sum().backward()
+    groups, responses = groups_of(batch)
+    pieces = [Piece(number, tuple(range(len(group.rows)))) for number, group in enumerate(groups)]
+    engine._compute(pack_pieces(pieces, engine.device, groups, responses, []))[0].sum().backward()
     expected_by_name = dict(plain.named_parameters())
     for name, parameter in engine.model.named_parameters():
         want = expected_by_name[name].grad

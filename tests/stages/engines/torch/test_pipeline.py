@@ -107,7 +107,9 @@ def test_choices_of_experts_are_followed_by_each_stage() -> None:
 
 
 def test_values_and_a_critic_are_those_of_one_process(tmp_path: Path) -> None:
-    for work, arguments in ((value_steps, ("", {})), (critic_steps, ("llama", str(tmp_path), {}))):
+    warm_up = {"critic_warmup_steps": 1, "value_learning_rate": 3e-2}
+    steps = [(value_steps, ("", {}, of_ppo)) for of_ppo in ({}, warm_up)]
+    for work, arguments in (*steps, (critic_steps, ("llama", str(tmp_path), {}))):
         expected: dict[str, Any] = work(None, *arguments)
         for result in of_product({"dp": 2, "pp": 2} if work is value_steps else {"pp": 2}, work, *arguments):
             for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):

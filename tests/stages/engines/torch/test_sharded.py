@@ -149,11 +149,14 @@ def test_ranks_with_far_less_work_keep_step_and_change_nothing(chosen: dict[str,
 
 
 @pytest.mark.parametrize("chosen", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=name_of)
-def test_a_value_head_on_ranks_is_that_of_one_process(chosen: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_ppo", [{}, {"critic_warmup_steps": 1, "value_learning_rate": 3e-2}], ids=["", "warm-up"])
+def test_a_value_head_on_ranks_is_that_of_one_process(
+    chosen: dict[str, int], of_ppo: dict[str, Any], tmp_path: Path
+) -> None:
     """Its gradient, the gradient's norm with it, its moments; and what the ranks save, one process resumes."""
     options: dict[str, Any] = {"grad_clip": 0.5}
-    expected = value_steps(None, "", options)
-    found = of_product(chosen, value_steps, str(tmp_path), {**options, "context_parallel": "ring"})
+    expected = value_steps(None, "", options, of_ppo)
+    found = of_product(chosen, value_steps, str(tmp_path), {**options, "context_parallel": "ring"}, of_ppo)
     for result in found:
         for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
             shared = got.keys() & wanted.keys() - {"fed_tokens"}

@@ -1,0 +1,57 @@
+"""Libraries of the extras: imported where they are installed, and named with their extra where they are not.
+
+    with extra("lora"):                    ExtraMissing: peft is not installed; pip install 'asyncdock[lora]'
+        from peft import LoraConfig
+
+    is_installed("peft"), install("lora")  for checks, which import nothing
+
+A plain installation has what ``dependencies`` of pyproject.toml lists; nothing else is imported outside of ``extra``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# The modules that this code imports of each extra.
+MODULES = {
+    "ascend": ("torch_npu",),
+    "data": ("datasets", "pyarrow"),
+    "kernels": ("liger_kernel",),
+    "lora": ("peft",),
+    "mlflow": ("mlflow",),
+    "quickstart": ("accelerate", "gguf", "matplotlib", "reasoning_gym"),
+    "ray": ("ray", "starlette"),
+    "s3": ("s3fs",),
+    "tensorboard": ("tensorboard",),
+    "vllm": ("vllm",),
+    "wandb": ("wandb",),
+}
+
+
+class ExtraMissing(ImportError):
+    """A library of an extra cannot be imported. The message ends with the command that installs it."""
+
+
+def install(name: str) -> str:
+    """Return the command that installs the extra ``name``."""
+    return f"pip install 'asyncdock[{name}]'"
+
+
+def is_installed(module: str) -> bool:
+    """Return whether the top-level ``module`` can be found. It is not imported."""
+    return importlib.util.find_spec(module) is not None
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Turn an ImportError of the imports inside into :class:`ExtraMissing`, which names the extra ``name``."""
+    try:
+        yield
+    except ExtraMissing:
+        raise
+    except ImportError as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and "." not in str(error.name)
+        reason = f"{error.name} is not installed" if is_absent else error
+        raise ExtraMissing(f"{reason}; {install(name)}", name=error.name, path=error.path) from error
