@@ -26,11 +26,11 @@ class PairsError(ValueError):
     """No pairs can be made, or not in this form. The message says what to change."""
 
 
-def pair_of(group: Iterable[Sample], margin: float = 0.0) -> Pair | None:
+def pair_of(group: Iterable[Sample], margin: float = 0.0, *, cut: bool = True) -> Pair | None:
     """The pair of one ``group``: the prompt, the texts with the highest and the lowest reward, the rewards, and the other
-    columns of the prompt's row. None where the rewards differ by less than ``margin``, or not at all."""
+    columns of the prompt's row, and which of the two was cut. ``cut``: with responses that :func:`is_cut`. None where the rewards differ by less than ``margin``, or not at all."""
     members = list(group)
-    scored = [sample for sample in members if _has_reward(sample)]
+    scored = [sample for sample in members if _has_reward(sample) and (cut or not is_cut(sample))]
     if not scored:
         return None
     best, worst = (pick(scored, key=lambda sample: float(sample["reward"])) for pick in (max, min))
@@ -45,6 +45,7 @@ def pair_of(group: Iterable[Sample], margin: float = 0.0) -> Pair | None:
         "rejected": worst["response"],
         "score_chosen": best["reward"],
         "score_rejected": worst["reward"],
+        **{f"{side}_truncated": is_cut(sample) for side, sample in (("chosen", best), ("rejected", worst))},
     }
 
 
@@ -53,9 +54,15 @@ def _has_reward(sample: Sample) -> bool:
     return reward is not None and math.isfinite(reward) and not sample.get("failed")
 
 
-def export_pairs(run: Path, out: Path, margin: float = 0.0) -> tuple[int, int]:
+def is_cut(sample: Sample) -> bool:
+    """Whether the policy has not sampled the end of the response: it was cut at its longest, or at a text of
+    ``rollout.stop``. Training must not add an end."""
+    return bool(sample.get("truncated")) or not sample.get("ended", True)
+
+
+def export_pairs(run: Path, out: Path, margin: float = 0.0, *, cut: bool = True) -> tuple[int, int]:
     """Write the pairs of the run in the folder ``run`` to ``out``, a file of JSON Lines or Parquet by its name, which is
-    there when all of it is. Returns the number of pairs and that of groups. Raises PairsError, OSError."""
+    there when all of it is. ``cut``: with responses that :func:`is_cut`. Returns the number of pairs and that of groups. Raises PairsError, OSError."""
     if out.suffix not in SUFFIXES:
         raise PairsError(f"out: {str(out)!r} is no name of a file of pairs; give one that ends in .jsonl or .parquet")
     recipe = _recipe(run)
@@ -65,12 +72,12 @@ def export_pairs(run: Path, out: Path, margin: float = 0.0) -> tuple[int, int]:
         nonlocal count
         for group in groups(run / FOLDER):
             count += 1
-            if (pair := pair_of(group, margin)) is not None:
+            if (pair := pair_of(group, margin, cut=cut)) is not None:
                 yield pair
 
     made = pairs()
     if (first := next(made, None)) is None:
-        raise PairsError(_why_none(run, recipe, count, margin))
+        raise PairsError(_why_none(run, recipe, count, margin, cut))
     partial = out.with_name(f".{out.name}.partial")
     try:
         write = _write_parquet if out.suffix == ".parquet" else _write_lines
@@ -89,7 +96,7 @@ def _recipe(run: Path) -> dict[str, Any]:
     return recipe
 
 
-def _why_none(run: Path, recipe: dict[str, Any], count: int, margin: float) -> str:
+def _why_none(run: Path, recipe: dict[str, Any], count: int, margin: float, cut: bool) -> str:
     if not count and not recipe["pipeline"]["keep_samples"]:
         fix = "start one with pipeline.keep_samples = '64MiB'"
         return f"pipeline.keep_samples = 0: the run in {run} has kept no samples; {fix}"
@@ -98,7 +105,7 @@ def _why_none(run: Path, recipe: dict[str, Any], count: int, margin: float) -> s
     if recipe["algorithm"]["group_size"] < 2:
         return "algorithm.group_size = 1: the run has one response to each prompt, and a pair needs two; raise it"
     least = f" by {margin:g}" if margin else ""
-    fix = "lower --margin, or give an earlier run"
+    fix = "lower --margin, or give an earlier run" + ("" if cut else ", or leave --whole out")
     return f"margin: in none of {count} groups do rewards of different responses differ{least}; {fix}"
 
 

@@ -216,6 +216,7 @@ class Recorder:
                 columns["reward"][at] = None
             for at, column in failed.nonzero().tolist():
                 failures[at].append(self.rewards[column])
+        ends = {self.tokenizer.eos_token_id, *self.tokenizer.all_special_ids}
         handles = claim.rows
         order = sorted(range(len(handles)), key=lambda at: (handles[at].group, handles[at].place))
         first = {handles[at].group: at for at in reversed(order)}
@@ -237,6 +238,7 @@ class Recorder:
                 "versions": [list(pair) for pair in zip(versions[at][::2], versions[at][1::2], strict=True)],
                 "staleness": int(stale[at]),
                 "truncated": columns["truncated"][at],
+                "ended": bool(ids[at]) and ids[at][-1] in ends,
                 **({"given": given[at], "fields": fields[at]} if first[handles[at].group] == at else {}),
             }
             for at in order

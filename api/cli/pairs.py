@@ -17,12 +17,15 @@ def pairs_command(
     margin: Annotated[
         float, typer.Option(min=0.0, help="Least difference of the two rewards. 0: all that differ.")
     ] = 0.0,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Leave out responses that were cut at rollout.max_tokens or a stop text.")
+    ] = False,
 ) -> None:
     """Write preference pairs for DPO: of each group that the run was trained on, the best response against the worst."""
     from stages.preference_pairs import PairsError, export_pairs
 
     try:
-        pairs, groups = export_pairs(run_dir, out, margin)
+        pairs, groups = export_pairs(run_dir, out, margin, cut=not whole)
     except (PairsError, OSError) as error:
         refuse(error)
     write(f"{pairs} pairs of {groups} groups are in {out}")

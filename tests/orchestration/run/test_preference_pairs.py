@@ -43,6 +43,8 @@ def test_the_best_and_the_worst_of_a_group_are_its_pair() -> None:
         "rejected": "r4",
         "score_chosen": 1.0,
         "score_rejected": 0.25,
+        "chosen_truncated": False,
+        "rejected_truncated": False,
     }
     assert pair_of(group, 0.75) is not None, "the margin is the least difference"
     assert pair_of(group, 0.76) is None
@@ -51,6 +53,19 @@ def test_the_best_and_the_worst_of_a_group_are_its_pair() -> None:
     assert pair_of([sample(0, None)]) is None
     failed = {**sample(1, 0.0), "failed": ["judge"]}
     assert pair_of([sample(0, 1.0), failed]) is None, "a failed reward says nothing of the response"
+
+
+@pytest.mark.parametrize("how", [{"truncated": True, "ended": False}, {"truncated": False, "ended": False}])
+def test_a_response_without_a_sampled_end_is_marked_or_left_out(how: dict[str, bool], tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", [], size=3)
+    ended = {"truncated": False, "ended": True}
+    members = [sample(0, 1.0, **ended), sample(1, 0.0, **how), sample(2, 0.5, **ended)]
+    SampleLog(run / FOLDER, 1 << 20).add(members)
+    export_pairs(run, tmp_path / "all.jsonl")
+    pair = json.loads((tmp_path / "all.jsonl").read_text())
+    assert (pair["rejected"], pair["chosen_truncated"], pair["rejected_truncated"]) == ("r1", False, True)
+    export_pairs(run, tmp_path / "whole.jsonl", cut=False)
+    assert json.loads((tmp_path / "whole.jsonl").read_text())["rejected"] == "r2"
 
 
 def test_what_makes_no_pairs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
