@@ -58,6 +58,19 @@ def text_config(source: str) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
+def tokens_of(source: str) -> int | None:
+    """Return the number of tokens of the tokenizer in the folder ``source``, by its largest id; None where it cannot be
+    loaded, which is reported elsewhere."""
+    from stages.models import load_tokenizer
+
+    if not is_folder(source):
+        return None
+    try:
+        return max(load_tokenizer(source).get_vocab().values()) + 1
+    except Exception:
+        return None
+
+
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return the experts of a layer, and the numbers of experts that all layers together choose for a token, at most; 0
     and 0 for a model without."""

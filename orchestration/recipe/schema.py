@@ -135,6 +135,14 @@ class Recipe(Section):
         return 1.0 if self.prompts.responses else self.rollout.temperature
 
     @property
+    def masks_padding(self) -> bool:
+        """Whether tokens that pad the embedding have no probability, in sampling and in training: by default where the torch
+        engines do both. On given responses nothing is sampled, and losses are those of other libraries."""
+        own = self.rollout.engine == self.train.engine == "torch" and not self.prompts.responses
+        both = own and self.runs_stage("rollout") and self.runs_stage("update")
+        return self.model.vocabulary == "tokenizer" or (self.model.vocabulary == "auto" and both)
+
+    @property
     def swaps_at_once(self) -> int:
         """How many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a quarter of them. So a
         version needs about four swaps' time with any number of replicas, and three quarters always generate."""

@@ -67,10 +67,10 @@ class ModelSection(Section):
     )
     dtype: Literal["float32", "bfloat16"] = key("float32", "Number format of the weights. See also `train.precision`.")
     reference: str | None = key(
-        None,
-        "Checkpoint of the frozen model that gives `ref_logprobs`, for example a teacher; its tokenizer is the model's. "
-        "Default: the model as the run begins.",
-        min_length=1,
+        None, "Checkpoint of the frozen model of `ref_logprobs`. Default: the model as the run begins.", min_length=1
+    )
+    vocabulary: Literal["auto", "tokenizer", "model"] = key(
+        "auto", "Tokens with a probability where an embedding is larger than its tokenizer (docs/models.md)."
     )
     lora: LoraSection = LoraSection()
 

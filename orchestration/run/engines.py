@@ -19,7 +19,7 @@ from orchestration.guard.rules import PROBE
 from orchestration.recipe.devices import threads_of
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
-from orchestration.recipe.planner import longest_row, longrope_change
+from orchestration.recipe.planner import longest_row, longrope_change, vocabulary_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import SyncSection
 from pipeline.node import announced
@@ -77,6 +77,21 @@ def sampling_of(recipe: Recipe, tokenizer: Tokenizer) -> SamplingParams:
     )
 
 
+def unpadded_vocabulary(recipe: Recipe) -> int | None:
+    """Returns the number of the first tokens that the tokenizer has or that end a response; None where the model's
+    embedding has no further ones, which pad it."""
+    size = vocabulary_of(recipe)
+    tokenizer = tokenizer_of(recipe)
+    ends = sampling_of(recipe, tokenizer).stop_token_ids
+    known = max((*tokenizer.get_vocab().values(), *ends)) + 1
+    return known if size is not None and known < size else None
+
+
+def _known_vocabulary(recipe: Recipe) -> int | None:
+    """How many of the first tokens have a probability; None: all of the model's."""
+    return unpadded_vocabulary(recipe) if recipe.masks_padding else None
+
+
 def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
     """Returns what another program must know to run one of the recipe's stages."""
     source = recipe.model.source
@@ -84,7 +99,7 @@ def terms_of(recipe: Recipe, tokenizer: Tokenizer) -> Terms:
         vocabulary = len(tokenizer)
     else:
         config = load_config(source)
-        vocabulary = int(getattr(config, "text_config", config).vocab_size)
+        vocabulary = _known_vocabulary(recipe) or int(getattr(config, "text_config", config).vocab_size)
     sampling = replace(sampling_of(recipe, tokenizer), budget=recipe.rollout.budget)
     weights: dict[str, tuple[str, tuple[int, ...]]] | None = None
     if source != "mock" and not recipe.runs_stage("update"):
@@ -189,6 +204,7 @@ def _torch_rollout(
         first=_first_adapters(recipe, weights),
         context=longest_row(recipe),
         routed_experts=recipe.train.router == "replay",
+        sampled=_known_vocabulary(recipe),
     )
 
 
@@ -281,7 +297,7 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
 
     teacher = recipe.model.reference
     model, _ = _model(recipe, Path(teacher) if teacher else None)
-    return TorchTrainEngine(model, **_train_options(recipe))
+    return TorchTrainEngine(model, **_train_options(recipe), vocabulary=_known_vocabulary(recipe))
 
 
 def critic_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | None = None) -> TorchCriticEngine:
@@ -307,6 +323,7 @@ def critic_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | N
 def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Store | None) -> TrainEngine:
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "adapters": recipe.adapters}
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
+    options["vocabulary"] = _known_vocabulary(recipe)
     options["undoable"] = recipe.trains_critic  # which may skip a batch that the policy has trained on
     dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype  # of the model: a frozen one is not trained
     if ranks is None:

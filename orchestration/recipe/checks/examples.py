@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
-from orchestration.recipe.model_files import KNOWN_MODELS
+from orchestration.recipe.model_files import KNOWN_MODELS, tokens_of
 from orchestration.recipe.planner import prompt_limits, vocabulary_of
 from orchestration.recipe.problems import Problem, RecipeError, split_fix, value_or_none
 from orchestration.recipe.schema import Recipe
@@ -162,3 +162,14 @@ def _template_problem(recipe: Recipe, key: str, text: str) -> Problem:
         return Problem(name, value, *split_fix(text.removeprefix(name).lstrip()))
     text = text.removeprefix(f"{key} = {recipe.prompts.chat_template!r} ").removeprefix("prompts: ")
     return problem(recipe, key, *split_fix(text))
+
+
+@machine_check("model.source", "model.vocabulary", "rollout.engine")
+def padding_can_be_masked(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    """Of the rollout engines the torch one leaves out tokens that the tokenizer does not have."""
+    if recipe.model.vocabulary != "tokenizer" or recipe.rollout.engine in ("torch", "mock"):
+        return
+    tokens, rows = tokens_of(recipe.model.source), vocabulary_of(recipe)
+    if rows is not None and tokens is not None and tokens < rows:
+        wrong = f"leaves out {rows - tokens:,} tokens, which rollout.engine = {recipe.rollout.engine!r} samples"
+        yield problem(recipe, "model.vocabulary", wrong, "set it to 'auto', or rollout.engine = 'torch'")

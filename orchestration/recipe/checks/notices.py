@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestration.recipe.flow import algorithm_of
+from orchestration.recipe.model_files import KNOWN_MODELS, text_config, tokens_of
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 
@@ -22,6 +23,8 @@ def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Proble
     if recipe.logprob_temperature != recipe.rollout.temperature:
         wrong = "has no effect: prompts.responses are given, nothing is sampled, and evaluations are greedy"
         yield Problem("rollout.temperature", recipe.rollout.temperature, wrong, "leave it out")
+    if recipe.rollout.engine != "torch" and not recipe.prompts.responses and recipe.model.vocabulary == "auto":
+        yield from _unmasked(recipe)
     if change is not None and longest > change:
         wrong = (
             f"makes rows of {longest} tokens possible: longrope's long factors are used for all rows, while transformers "
@@ -29,3 +32,15 @@ def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Proble
         )
         fix = f"keep prompts.max_prompt_tokens + rollout.max_tokens <= {change} for the short ones"
         yield Problem("rollout.max_tokens", recipe.rollout.max_tokens, wrong, fix)
+
+
+def _unmasked(recipe: Recipe) -> Iterator[Problem]:
+    """Where the embedding has more rows than the tokenizer has tokens, and the rollout engine samples of all."""
+    source, engine = recipe.model.source, recipe.rollout.engine
+    if source in KNOWN_MODELS:
+        return
+    rows, tokens = text_config(source).get("vocab_size"), tokens_of(source)
+    if isinstance(rows, int) and tokens is not None and tokens < rows:
+        wrong = f"samples of all {rows:,} tokens of the model, {rows - tokens:,} of which its tokenizer does not have"
+        fix = "take it for what it is: the trainer's logprobs are of all of them, too; or use rollout.engine = 'torch'"
+        yield Problem("rollout.engine", engine, wrong, fix)

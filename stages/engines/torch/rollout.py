@@ -75,6 +75,7 @@ class TorchRolloutEngine:
         first: Mapping[str, torch.Tensor] | None = None,
         context: int | None = None,
         routed_experts: bool = False,
+        sampled: int | None = None,
     ) -> None:
         if max_rows < 1 or prefill_tokens < 1:
             raise ValueError(f"max_rows {max_rows}, prefill_tokens {prefill_tokens}: both must be at least 1")
@@ -89,6 +90,7 @@ class TorchRolloutEngine:
                 context=context,
                 adapters=adapters,
                 routed_experts=routed_experts,
+                sampled=sampled,
             )
         )
         if first is not None:

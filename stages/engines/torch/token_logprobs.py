@@ -18,7 +18,9 @@ TINY = torch.finfo(torch.float32).tiny  # a smaller probability adds nothing to 
 class TokenLogprobs(torch.autograd.Function):
     """Logprobs of ``targets`` [T] from the hidden states [U, d] that predict them, with at most ``LOGITS_BYTES`` of logits.
     If all logits fit they are kept for the backward; otherwise each chunk is computed again. Also returns, without a
-    gradient, the entropy [T] (nats) of the distribution that each target is of; empty without ``with_entropy``."""
+    gradient, the entropy [T] (nats) of the distribution that each target is of; empty without ``with_entropy``. With
+    ``vocabulary`` only so many of the first tokens have a probability: the other rows of the head, which pad it, are not
+    read, and get a gradient of zero."""
 
     @staticmethod
     def forward(
@@ -31,7 +33,10 @@ class TokenLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         softcap: float | None = None,
+        vocabulary: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.rows = len(weight)
+        weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
         size = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
         chosen = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(len(hidden) if with_entropy else 0, dtype=torch.float32, device=hidden.device)
@@ -56,8 +61,10 @@ class TokenLogprobs(torch.autograd.Function):
         gradient = gradients[0] / ctx.temperature  # [T]
         of_place = gradient.new_zeros(len(hidden)).index_add_(0, source, gradient)
         to_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        to_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        to_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        to_weight = weight.new_empty(ctx.rows, weight.shape[1]) if ctx.needs_input_grad[1] else None
+        to_bias = bias.new_zeros(ctx.rows) if ctx.needs_input_grad[2] else None
+        if to_weight is not None:
+            to_weight[len(weight) :] = 0
         for start in range(0, len(hidden), ctx.size):
             part = hidden[start : start + ctx.size]
             if (probabilities := kept) is None:
@@ -83,7 +90,7 @@ class TokenLogprobs(torch.autograd.Function):
                     to_weight[words] += product(to_logits.t(), part)
                 if to_bias is not None:
                     to_bias[words] += to_logits.sum(0)
-        return to_hidden.to(hidden.dtype), to_weight, to_bias, None, None, None, None, None
+        return to_hidden.to(hidden.dtype), to_weight, to_bias, None, None, None, None, None, None
 
 
 def scaled_logits(

@@ -116,6 +116,7 @@ class TorchTrainEngine:
 
     ``value_head``: train a linear layer too, whose output is ``TokenBatch.values``; checkpoints hold it, exports do not.
     ``context``: tokens of the longest sequence, by which a model with longrope takes its long factors for all sequences.
+    ``vocabulary``: only so many of the first tokens have a probability; None: all that the model's head has.
 
     ``adapters``: freeze the model, and train low-rank matrices beside its linear layers. They alone are in :meth:`weights`
     and :meth:`state_dict`; an export is the merged model, and beside its folder ``adapter``, for peft. Where an algorithm
@@ -145,6 +146,7 @@ class TorchTrainEngine:
         value_head: bool = False,
         adapters: AdapterOptions | None = None,
         context: int | None = None,
+        vocabulary: int | None = None,
         threads: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -162,6 +164,7 @@ class TorchTrainEngine:
         self._feeding = Feeding(fix_rope(model, context), fused=kernels == "auto")
         self._routing = RoutingReplay(model, self._feeding)
         self._divisor, self._softcap = logit_scale(model.config)
+        self._vocabulary = vocabulary
         self._temperature = temperature or 1.0  # greedy rollouts record logprobs at temperature 1
         _prepare(model, activation_checkpointing)
         self._kernels = kernels
@@ -373,7 +376,7 @@ class TorchTrainEngine:
         hidden = self._hidden(packed)
         head = self.model.get_output_embeddings()
         given = hidden, head.weight, head.bias, packed.source, packed.targets, self._temperature * self._divisor
-        logprobs, entropy = TokenLogprobs.apply(*given, torch.is_grad_enabled(), self._softcap)
+        logprobs, entropy = TokenLogprobs.apply(*given, torch.is_grad_enabled(), self._softcap, self._vocabulary)
         return logprobs, entropy, values_of(hidden, self._value_head, packed.source)
 
     def _hidden(self, packed: PackedBatch) -> torch.Tensor:

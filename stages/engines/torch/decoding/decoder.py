@@ -77,7 +77,8 @@ class TorchDecoder:
     sizes and are recorded where the device can. ``packed``: weights are copied into oneDNN's
     layout (None: on a CPU that has it). ``context``: see :func:`~stages.engines.torch.attention_interface.fix_rope`.
     ``adapters``: computed beside the linear layers, and zero at first. ``routed_experts``: record in ``routing`` the experts
-    of each token of the last forward, uint8 or int16 [T, layers * top-k]. Raises ``ValueError`` for a model that keeps its
+    of each token of the last forward, uint8 or int16 [T, layers * top-k]. ``sampled``: tokens from this number on, which pad
+    the head, have no probability. Raises ``ValueError`` for a model that keeps its
     own attention, or cannot have the adapters.
     """
 
@@ -90,6 +91,7 @@ class TorchDecoder:
         adapters: AdapterOptions | None = None,
         context: int | None = None,
         routed_experts: bool = False,
+        sampled: int | None = None,
     ) -> None:
         self.model = model.to(device).eval().requires_grad_(False)
         self.device = device
@@ -110,10 +112,12 @@ class TorchDecoder:
         self.weights = DecoderWeights(self.model, can_pack if packed is None else packed, adapters)
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._recorded_at = 0  # value of attention.grown for which the recordings hold
+        self._sampled: int | None = None  # all, for the comparison with the plain forward
         with torch.inference_mode():
             probe = torch.arange(PROBE, device=device) * 7919 % self.vocabulary
             expected = model(input_ids=probe[None], use_cache=False).logits[0].float()
             self._take_over(probe, expected)
+        self._sampled = sampled
 
     # -- the batch -------------------------------------------------------------------------------------------------
 
@@ -251,7 +255,8 @@ class TorchDecoder:
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
         """Returns float32 [K, V] logits of the tokens ``keep`` of ``ids`` [T] (None: of all)."""
         if self._llama is not None:
-            return self._llama(self._put(ids), self._put(positions), keep, self.attention.attend).float()
+            attend = self.attention.attend
+            return self._masked(self._llama(self._put(ids), self._put(positions), keep, attend).float())
         out = self.model(
             input_ids=self._put(ids)[None],
             position_ids=self._put(positions)[None],
@@ -259,7 +264,13 @@ class TorchDecoder:
             logits_to_keep=0 if keep is None else keep,
         )
         self.routing = None if self._recorder is None else self._recorder.last()
-        return out.logits[0].float()
+        return self._masked(out.logits[0].float())
+
+    def _masked(self, logits: torch.Tensor) -> torch.Tensor:
+        """``logits`` [K, V], overwritten: no token that pads the head is sampled."""
+        if self._sampled is not None:
+            logits[:, self._sampled :] = -torch.inf
+        return logits
 
     def _share(self, count: int) -> SharedPrompts:
         """Index tensors for the rows, and for rows that pad a static step to ``count``."""
