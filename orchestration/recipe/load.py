@@ -42,8 +42,6 @@ FIXED = {
     "model": "the checkpoint has the weights of this model in this number format",
     "prompts.source": "what other programs put is kept by the numbers of groups, which other sources do not keep",
     "prompts.held_out": "evaluation would ask prompts that training has seen",
-    "algorithm.options.epochs": "the checkpoint counts optimizer passes, by which the learning rate is scheduled",
-    "algorithm.options.mini_batches": "the checkpoint counts optimizer passes, by which the learning rate is scheduled",
     "algorithm.options.critic": "the checkpoint has the weights of the critic that the run began with",
     "critic.source": "the checkpoint has the weights of the critic that the run began with",
     "train.engine": "the checkpoint has the state of this engine",

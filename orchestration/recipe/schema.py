@@ -149,6 +149,14 @@ class Recipe(Section):
         return value_or_none(lambda: build_algorithm(of.name, of.options).critic_algorithm()) is not None
 
     @property
+    def keeps_undo(self) -> bool:
+        """Whether trainers keep a copy of their state before each train batch: it has several optimizer steps, or a critic
+        of its own may skip it."""
+        algorithm = value_or_none(lambda: build_algorithm(self.algorithm.name, self.algorithm.options))
+        several = algorithm is not None and algorithm.epochs * algorithm.mini_batches > 1
+        return several or self.trains_critic
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the flow has the reference stage: some stage reads logprobs under the frozen reference policy."""
         from orchestration.recipe.flow import flow_of

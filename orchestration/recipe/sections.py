@@ -284,7 +284,8 @@ class TrainSection(Strategies, Section):
     max_skipped_steps: Annotated[int, Field(ge=1), unit("steps")] = key(
         3,
         "A batch with a loss or gradient that is not finite is skipped: its step is counted and leaves the weights as they "
-        "are, and its rows are written to `skipped/` in the run's folder. After so many in a row the run fails.",
+        "are, and its rows are written to `skipped/` in the run's folder. After so many in a row the run fails. Until a "
+        "step is taken again no checkpoint is removed.",
     )
     token_budget: Tokens = key(8192, "Tokens of one forward and backward pass of one rank (a micro-batch).")
     activation_checkpointing: bool = key(False, "Compute activations again in the backward pass: less memory.")
