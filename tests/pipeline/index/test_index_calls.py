@@ -7,12 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.events import StepEvent
 from pipeline.index.client import Claim, Index, IndexRefused, NeverFits
 from pipeline.index.warehouses import Block, Full, Lost
+from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from tests.pipeline.warehouse.test_dock import COUNTERS, SCHEMA, admit, claim, config, respond, through_advantage
 
@@ -166,12 +168,13 @@ async def test_lost_groups_enter_again_under_their_numbers_and_once(dock: Dock, 
 
 
 async def test_a_released_row_is_named(dock: Dock) -> None:
-    await admit(dock, range(2))
+    await admit(dock, range(3))
     held = await claim(dock, "rollout", version=0)
     await dock.index.drop_groups(held, [1])
-    with pytest.raises(Exception, match="row 2 was released; this handle is stale"):
-        await respond(dock, held, positions=[2])
-    await respond(dock, held, positions=[0, 1])
+    responses = {"response_ids": [torch.ones(3, dtype=torch.int64)] * 6}
+    with pytest.raises(StaleHandle, match="row 2 was released; this handle is stale"):
+        await dock.commit(held, range(6), responses, generated=[(0, 3)] * 6)
+    await respond(dock, held, positions=[0, 1, 4, 5])
 
 
 # ── workers ──
