@@ -236,7 +236,8 @@ class TorchTrainEngine:
         ]
         version = self.step // (algorithm.epochs * len(parts))
         self._critic_alone = version < algorithm.policy_begins
-        of_policy, of_values = learning_rates_at(version, self._schedule, algorithm.policy_begins, algorithm.value_rate)
+        peaks = self._schedule["peak"], algorithm.value_rate(self._schedule["peak"])
+        of_policy, of_values = learning_rates_at(version, self._schedule, peaks, algorithm.policy_begins)
         rates = set_rates(self._optimizer, of_policy * algorithm.signal(given), of_values)
         steps = []
         for part, plan in parts * algorithm.epochs:
