@@ -1,7 +1,7 @@
 """Where does uncorrected training collapse, and which correction holds? Staleness bounds × corrections × learning rates.
 
-    python benchmarks/staleness.py tiny --rates 3e-3 6e-3 1.2e-2 --json staleness-tiny.json
-    python benchmarks/staleness.py quickstart --staleness 0 2 8 --arms none truncate --rates 3e-5 --seeds 0 --json quick.json
+    python -m benchmarks.staleness tiny --rates 3e-3 6e-3 1.2e-2 --json staleness-tiny.json
+    python -m benchmarks.staleness quickstart --staleness 0 2 8 --arms none truncate --rates 3e-5 --seeds 0 --json quick.json
 
 Each run is a real run. Runs that ``--json`` already holds are not repeated, so a grid can be ended at any time and extended
 by any part. The table has a row for each learning rate and correction, and a column for each bound: the mean reward of the
