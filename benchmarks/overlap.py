@@ -1,11 +1,10 @@
 """How near an asynchronous run comes to the speed of its busiest stage, and how far a synchronous one stays behind.
 
-    export PYTHONPATH=$PWD
-    python benchmarks/overlap.py [--step-seconds 3] [--balance 1] [--steps 24] [--bounds 0 1 2 4] [--json FILE]
-    python benchmarks/overlap.py --replicas 4 --swap-share 0.1 --bounds 2
-    python benchmarks/overlap.py --ray 1 2 4 8 [--bounds 2]
-    python benchmarks/overlap.py --engine torch --replicas 2 [--model tiny] [--repeats 3] [--steps 24]
-    python benchmarks/overlap.py --smoke [--engine torch]
+    python -m benchmarks.overlap [--step-seconds 3] [--balance 1] [--steps 24] [--bounds 0 1 2 4] [--json FILE]
+    python -m benchmarks.overlap --replicas 4 --swap-share 0.1 --bounds 2
+    python -m benchmarks.overlap --ray 1 2 4 8 [--bounds 2]
+    python -m benchmarks.overlap --engine torch --replicas 2 [--model tiny] [--repeats 3] [--steps 24]
+    python -m benchmarks.overlap --smoke [--engine torch]
 
 Real runs: recipe, embedded index, worker processes, shared memory, leases, weight sync. Only the engines are mock: they
 take the time of a model of latency (``stages/engines/mock/engines.py``), response lengths are log-normal with a long tail,

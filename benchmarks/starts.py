@@ -5,8 +5,8 @@
         kill -9 of a worker ─▶ its successor is ready
         resident memory of the workers of this process that is theirs alone
 
-    python benchmarks/starts.py [--repeat 5] [--workers 2] [--json FILE]
-    python benchmarks/starts.py --ray 3
+    python -m benchmarks.starts [--repeat 5] [--workers 2] [--json FILE]
+    python -m benchmarks.starts --ray 3
 
 Arms take turns; medians are shown. The floor of a start by spawn is the workers' imports over the cores; that of a fork is
 one process's imports, or nothing where they are done. With ``--ray`` the arms are runs on a standing Ray cluster of so many
