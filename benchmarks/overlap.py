@@ -133,10 +133,8 @@ class Workload:
             "copy_seconds": 0.02 * self.step_seconds,
         }
         train = {"step_seconds": self.train_step_seconds, "token_seconds": self.train_token_seconds}
-        places = on_ray(self.address) if self.address else {"launch": {"launcher": self.launcher}}
         return parse_recipe(
             {
-                **places,
                 "name": f"overlap-{bound}",
                 "model": {"source": "mock"},
                 "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 64},
@@ -147,11 +145,12 @@ class Workload:
                     "max_tokens": self.longest,
                     "mock": decode,
                 },
-                "sync": {**places.get("sync", {}), "rolling": rolling},
+                "sync": {"rolling": rolling},
                 "reward": {"functions": [{"name": "spelling"}]},
                 "algorithm": {"group_size": self.group_size},
                 "train": {"engine": "mock", "steps": self.steps, "groups_per_step": self.groups, "mock": train},
-                "pipeline": {**places.get("pipeline", {}), "staleness": bound, "arena": self.groups << 23},
+                "pipeline": {"staleness": bound, "arena": self.groups << 23},
+                "launch": on_ray(self.address) if self.address else {"launcher": self.launcher},
             }
         )
 

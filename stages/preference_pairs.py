@@ -28,7 +28,8 @@ class PairsError(ValueError):
 
 def pair_of(group: Iterable[Sample], margin: float = 0.0, *, cut: bool = True) -> Pair | None:
     """The pair of one ``group``: the prompt, the texts with the highest and the lowest reward, the rewards, and the other
-    columns of the prompt's row, and which of the two was cut. ``cut``: with responses that :func:`is_cut`. None where the rewards differ by less than ``margin``, or not at all."""
+    columns of the prompt's row, and which of the two was cut. ``cut``: with responses that :func:`is_cut`. None where the
+    rewards differ by less than ``margin``, or not at all."""
     members = list(group)
     scored = [sample for sample in members if _has_reward(sample) and (cut or not is_cut(sample))]
     if not scored:
@@ -62,7 +63,8 @@ def is_cut(sample: Sample) -> bool:
 
 def export_pairs(run: Path, out: Path, margin: float = 0.0, *, cut: bool = True) -> tuple[int, int]:
     """Write the pairs of the run in the folder ``run`` to ``out``, a file of JSON Lines or Parquet by its name, which is
-    there when all of it is. ``cut``: with responses that :func:`is_cut`. Returns the number of pairs and that of groups. Raises PairsError, OSError."""
+    there when all of it is. ``cut``: with responses that :func:`is_cut`. Returns the number of pairs and that of groups.
+    Raises PairsError, OSError."""
     if out.suffix not in SUFFIXES:
         raise PairsError(f"out: {str(out)!r} is no name of a file of pairs; give one that ends in .jsonl or .parquet")
     recipe = _recipe(run)

@@ -34,6 +34,7 @@ from orchestration.recipe.sections import (
     TrainSection,
 )
 from orchestration.recipe.values import CountOrZero
+from pipeline.node import AUTO, LOOPBACK
 from pipeline.staleness import StalenessPlan
 from stages.adapters.options import AdapterOptions
 from stages.algorithms import build_algorithm
@@ -133,6 +134,36 @@ class Recipe(Section):
     def logprob_temperature(self) -> float:
         """What logits are divided by for logprobs: the sampling temperature; 1 where the prompts bring the responses."""
         return 1.0 if self.prompts.responses else self.rollout.temperature
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether other machines start workers: the nodes of a cluster, or hosts. What `auto` stands for follows from it."""
+        return self.launch.on_cluster or self.launch.remote_rollouts > 0
+
+    @property
+    def weight_transport(self) -> str:
+        """``sync.transport``, shared_memory or collective."""
+        if self.sync.transport != AUTO:
+            return self.sync.transport
+        return "collective" if self.spans_machines else "shared_memory"
+
+    @property
+    def sync_address(self) -> str:
+        """``sync.serve``: an address, or `auto` for the one by which other nodes reach the trainer's."""
+        return self._address(self.sync.serve, alone=LOOPBACK)
+
+    @property
+    def warehouse_address(self) -> str:
+        """``pipeline.serve``: an address, `auto` for the one by which other nodes reach this one, or "" for none."""
+        return self._address(self.pipeline.serve, alone="")
+
+    @property
+    def index_address(self) -> str:
+        """``pipeline.index_serve``: an address, `auto` for that of this machine on its network, or "" for none."""
+        return self._address(self.pipeline.index_serve, alone="") if self.pipeline.index == "embedded" else ""
+
+    def _address(self, value: str, alone: str) -> str:
+        return value if value != AUTO or self.spans_machines else alone
 
     @property
     def swaps_at_once(self) -> int:

@@ -52,7 +52,7 @@ class UpdateJob(Job):
 
     async def build(self) -> None:
         await self.make_engine()
-        publisher = weight_publisher(self.recipe, self.paths.shared, self.secret, await self.index.own_address())
+        publisher = weight_publisher(self.recipe, self.paths.shared, self.secret, *await self.index.reach())
         self.resources.callback(publisher.close)
         if self.ranks.rank:
             self.make_rank_worker(DeviceLease(), publisher)
