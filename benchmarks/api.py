@@ -1,7 +1,7 @@
 """What watching costs: a run with hundreds of readers of its events, and without, in turns within the same run.
 
-    python benchmarks/api.py [--readers 500] [--seconds 20] [--turns 6] [--rate 200] [--minutes 10] [--json FILE]
-    python benchmarks/api.py --quick
+    python -m benchmarks.api [--readers 500] [--seconds 20] [--turns 6] [--rate 200] [--minutes 10] [--json FILE]
+    python -m benchmarks.api --quick
 
     index (embedded) ◀── agent ── runner and workers of one mock run, whose engines wait and compute nothing
          ▲
@@ -37,13 +37,10 @@ from typing import Any
 
 import psutil
 
-# This file's name is also that of the package: a script's folder would hide it.
-sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
-
-from orchestration.recipe.load import parse_recipe  # noqa: E402
-from orchestration.service.registry import Registry  # noqa: E402
-from pipeline.index.client import Index  # noqa: E402
-from pipeline.index.embedded import EmbeddedIndex  # noqa: E402
+from orchestration.recipe.load import parse_recipe
+from orchestration.service.registry import Registry
+from pipeline.index.client import Index
+from pipeline.index.embedded import EmbeddedIndex
 
 ANSWER_SECONDS = 240.0  # a busy machine takes its time to start a process
 CONNECTS = 5  # attempts of one reader

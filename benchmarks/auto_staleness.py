@@ -1,7 +1,7 @@
 """`pipeline.staleness = "auto"` against fixed bounds, while the balance of the stages changes twice. Mock engines, one
 process, all runs at once: what else the machine does slows all of them alike.
 
-    python benchmarks/auto_staleness.py [--fixed 1 2 3 4] [--smoke] [--json FILE]
+    python -m benchmarks.auto_staleness [--fixed 1 2 3 4] [--smoke] [--json FILE]
 
 In the middle third of the steps responses are ``times`` as long, so that generation needs as much time as training; before
 and after it needs half. Throughput: optimizer steps over time between the first and the last step. Staleness: mean over all

@@ -5,7 +5,7 @@ In the middle third of the steps responses are several times as long. Each fixed
 run with `launch.autoscale`, which begins with the fewest. The best fixed number is the smallest one whose time is within 2 %
 of the shortest. A second column has what the time took: seconds times workers.
 
-    python benchmarks/autoscale.py [--smoke] [--fixed 4 5 6] [--json FILE]
+    python -m benchmarks.autoscale [--smoke] [--fixed 4 5 6] [--json FILE]
 """
 
 from __future__ import annotations

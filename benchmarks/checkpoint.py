@@ -1,6 +1,6 @@
 """What a checkpoint costs a training step: the seconds in which training waits, and those of the steps beside the writing.
 
-    python benchmarks/checkpoint.py [--model smollm2|tiny|PATH] [--dtype float32] [--steps 4] [--json FILE]
+    python -m benchmarks.checkpoint [--model smollm2|tiny|PATH] [--dtype float32] [--steps 4] [--json FILE]
 
     steps alone ─▶ copy the state (exposed) ─▶ steps beside the writing, until it is whole ─▶ three times
 

@@ -1,7 +1,7 @@
 """A whole run in which training and generation take turns on one device, beside one in which each has its own.
 
-    python benchmarks/colocated.py [--model tiny|smollm2|FOLDER] [--dp 1] [--tp 1] [--steps 10] [--json FILE]
-    python benchmarks/colocated.py --smoke
+    python -m benchmarks.colocated [--model tiny|smollm2|FOLDER] [--dp 1] [--tp 1] [--steps 10] [--json FILE]
+    python -m benchmarks.colocated --smoke
 
 Real runs of one recipe: index, worker processes, swaps. The reward takes ``--reward-seconds`` for each call, as one that
 asks a judge does: that is when training can come back unseen.
@@ -178,7 +178,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.append(os.getcwd())
     from benchmarks import colocated  # by the name that the workers import it by
 
     sys.exit(colocated.main())

@@ -1,8 +1,8 @@
 """How the sample flow grows with the nodes: hosts with limited links, one to eight warehouses, work in proportion.
 
-    sudo python benchmarks/dispatch_scale.py [--nodes 1 2 4 8] [--mbit 20] [--poll 1.0] [--repeats 3] [--json FILE]
-    sudo python benchmarks/dispatch_scale.py --ray --arms dock central
-    sudo python benchmarks/dispatch_scale.py --quick
+    sudo python -m benchmarks.dispatch_scale [--nodes 1 2 4 8] [--mbit 20] [--poll 1.0] [--repeats 3] [--json FILE]
+    sudo python -m benchmarks.dispatch_scale --ray --arms dock central
+    sudo python -m benchmarks.dispatch_scale --quick
 
 Each host is a network namespace with one link to a bridge, limited both ways by tc; the index server is one more of them:
 

@@ -1,6 +1,6 @@
 """How many bytes one iteration moves between stages: the paper's Eq. 2 and its Table 1, and an iteration of ours beside it.
 
-    python benchmarks/dispatch_volume.py [--groups 16] [--samples 8] [--prompt 256] [--response 1024] [--json FILE]
+    python -m benchmarks.dispatch_volume [--groups 16] [--samples 8] [--prompt 256] [--response 1024] [--json FILE]
 
 Eq. 2 of MindSpeed RL (arXiv 2507.19017) counts what a global batch moves when every put and every get of a column crosses
 the network once, rows padded to their greatest length:

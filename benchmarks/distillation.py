@@ -1,6 +1,6 @@
 """Distillation against RL: generated tokens until a student from the base model has 95 % of an RL checkpoint's score.
 
-    python benchmarks/distillation.py tiny --seeds 0 1 2 --json distillation.json --plot distillation.png
+    python -m benchmarks.distillation tiny --seeds 0 1 2 --json distillation.json --plot distillation.png
 
 For each seed: the RL recipe to its end; its last checkpoint is the teacher of the student recipe, which begins with the base
 model, as the RL run did. Scores are those of held-out prompts, answered greedily. The table has the tokens that the RL run

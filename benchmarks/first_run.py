@@ -3,7 +3,7 @@
     clone ─▶ environment ─▶ asyncdock serve ─▶ curl POST /v1/runs ─▶ curl …/metrics/stream ─▶ finished
                                 └─ the dashboard in a browser, where Chromium and selenium are there (--browser)
 
-    python benchmarks/first_run.py [REPOSITORY] [--browser] [--recipe mock]
+    python -m benchmarks.first_run [REPOSITORY] [--browser] [--recipe mock]
 
 Needs git, curl and Python >= 3.11, and a package index for pip; pip's cache is not used. Nothing is taken from this checkout
 but, when no REPOSITORY is given, its commits. Everything is made in a new folder and removed at the end.

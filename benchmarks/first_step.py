@@ -3,7 +3,7 @@
     this ─▶ asyncdock run RECIPE ─▶ fork server ─▶ workers      in each: PHASES are timed
                 └──────────────── a line for each phase that has ended ──▶ a file ─▶ table
 
-    python benchmarks/first_step.py [RECIPE] [--set section.key=value …] [--least 0.05]
+    python -m benchmarks.first_step [RECIPE] [--set section.key=value …] [--least 0.05]
 
 The run is ended after that step. A phase may contain others. CPU seconds are those of the whole process meanwhile, all
 threads together.
@@ -30,6 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 FILE, BEGAN = "ASYNCDOCK_FIRST_STEP_FILE", "ASYNCDOCK_FIRST_STEP_BEGAN"
 PHASES = {
     "orchestration.recipe.load": ("load_recipe",),
@@ -136,7 +137,7 @@ def run_command() -> None:
         from api.cli.main import main
     from orchestration.processes import forkserver
 
-    own = Path(__file__).stem  # imported last: the server's imports have ended then
+    own = "benchmarks.first_step"  # imported last: the server's imports have ended then
     forkserver.ForkServer.start.__func__.__defaults__ = ((*forkserver.PRELOAD, own),)  # type: ignore[attr-defined]
     main()
 
@@ -147,9 +148,9 @@ def measure(recipe: str, overrides: list[str]) -> tuple[list[dict[str, Any]], fl
     with tempfile.TemporaryDirectory(prefix="asyncdock-first-step-") as folder:
         file, began, timed_phases = Path(folder) / "phases.jsonl", time.time(), list[dict[str, Any]]()
         given = [part for text in overrides for part in ("--set", text)]
-        command = [sys.executable, "-P", __file__, "run", recipe, "--out", f"{folder}/run", "--json", *given]
-        here = Path(__file__).resolve().parent
-        path = os.pathsep.join([str(here.parent), str(here), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        program = [sys.executable, "-P", "-m", "benchmarks.first_step"]
+        command = [*program, "run", recipe, "--out", f"{folder}/run", "--json", *given]
+        path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         env = {**os.environ, FILE: str(file), BEGAN: str(began), "PYTHONPATH": path}
         with open(f"{folder}/errors", "w+") as errors:
             process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)

@@ -1,7 +1,7 @@
 """What only a machine with an accelerator can measure: the torch engines' numbers against the CPU's, and their speed.
 
-    make gpu-check                                            # or: python benchmarks/gpu_check.py [--json FILE]
-    python benchmarks/gpu_check.py --device cpu --smoke       # does it run; its speeds then mean nothing
+    make gpu-check                                            # or: python -m benchmarks.gpu_check [--json FILE]
+    python -m benchmarks.gpu_check --device cpu --smoke       # does it run; its speeds then mean nothing
     make gpu-wheels                                           # what to carry to a machine that has torch and no network
 
   numerics   tiny models, float32. Rollout: the device's responses, scored by transformers' plain forward on the CPU,
@@ -56,12 +56,7 @@ from transformers import (
 )
 
 from benchmarks import colocated
-
-try:
-    from rollout import Case, Machine, Sizes, best, floor_seconds
-except ImportError:  # imported by a test, not started as a script
-    from benchmarks.rollout import Case, Machine, Sizes, best, floor_seconds
-
+from benchmarks.rollout import Case, Machine, Sizes, best, floor_seconds
 from orchestration.logs import configure
 from stages import device as devices
 from stages.algorithms.policy_gradient.grpo import GRPO

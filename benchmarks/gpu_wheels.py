@@ -3,11 +3,12 @@
     here     make gpu-wheels                      all else that the package needs ─▶ wheels in .gpu-wheels, to be carried
     there    make gpu-check GPU_PYTHON=python3    installs them into .gpu-packages, beside what that Python has
 
-Started as a script it prints them as requirements, in the versions of this environment.
+`python -m benchmarks.gpu_wheels` prints them as requirements, in the versions of this environment.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import tomllib
@@ -65,4 +66,5 @@ def _asked(of: Requirement) -> list[Requirement]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(*needed(), sep="\n")

@@ -1,8 +1,8 @@
 """One GRPO step, generation and training together, against TRL's GRPOTrainer, on the same prompts in the same run.
 
     pip install -e '.[bench,quickstart]'
-    python benchmarks/grpo_step.py [--model smollm2|PATH] [--steps 3] [--peer plain|default|both|none] [--json FILE]
-    python benchmarks/grpo_step.py --profile [--dtype bfloat16]     # where the seconds of a train step go
+    python -m benchmarks.grpo_step [--model smollm2|PATH] [--steps 3] [--peer plain|default|both|none] [--json FILE]
+    python -m benchmarks.grpo_step --profile [--dtype bfloat16]     # where the seconds of a train step go
 
 Both sides take the same 4 prompts x 8 completions of at most 16 tokens per step, float32 (--dtype bfloat16: mixed
 precision), temperature 1, no filter of the distribution, the same reward function and learning rate, and end a
@@ -43,9 +43,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from rollout import Sizes, readings
 from tensordict import TensorDict
 
+from benchmarks.rollout import Sizes, readings
 from orchestration.processes.forkserver import ENVIRONMENT
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     if any(name not in os.environ for name in ENVIRONMENT):  # libgomp and glibc read it when the process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**ENVIRONMENT, **os.environ})
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**ENVIRONMENT, **os.environ})
     torch.set_num_threads(args.threads)
     print(
         f"{args.model} {args.dtype}, {args.threads} threads, {GROUPS} prompts x {ROWS} completions of at most {MAX_TOKENS} "

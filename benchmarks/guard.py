@@ -1,6 +1,6 @@
 """The guard: alarms of clean runs, and of runs with a fault injected.
 
-    python benchmarks/guard.py [--clean] [--faults] [--runs FOLDER …] [--sensitivity 8] [--json FILE]
+    python -m benchmarks.guard [--clean] [--faults] [--runs FOLDER …] [--sensitivity 8] [--json FILE]
 
     clean runs: tiny at η = 0 and at η = 2, quickstart; 3 seeds each ─▶ alarms      none is right
     fault, since step n ─▶ a run of tiny ─▶ alarms      the right one at step n (± 1) is right

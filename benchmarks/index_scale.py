@@ -1,6 +1,6 @@
 """What an index costs at 10, 100 and 1,000 clients: calls, processor time, bytes and memory of a real Valkey server.
 
-    python benchmarks/index_scale.py [--clients 10 100 1000] [--seconds 20] [--rate 30] [--json FILE]
+    python -m benchmarks.index_scale [--clients 10 100 1000] [--seconds 20] [--rate 30] [--json FILE]
 
 A flow of four stages without models, on the embedded index over TCP. Groups of 8 samples arrive at a fixed rate, whatever
 the number of clients, so each client does less where there are more:

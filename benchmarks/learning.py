@@ -1,9 +1,9 @@
 """Learning, asynchronous against synchronous: recipes, as those of several algorithms, under staleness bounds and seeds.
 
-    python benchmarks/learning.py tiny --staleness 0 1 2 --seeds 0 1 2 --json tiny.json --plot tiny.png
-    python benchmarks/learning.py tiny dapo ppo --staleness 1 --metric explained_variance --json algorithms.json
-    python benchmarks/learning.py quickstart quickstart:ppo quickstart:dapo --staleness 0 2 --json quickstart.json --resume
-    python benchmarks/learning.py tiny --set train.steps=400 --set checkpoint.every=40 --ends 200 --staleness 0 2
+    python -m benchmarks.learning tiny --staleness 0 1 2 --seeds 0 1 2 --json tiny.json --plot tiny.png
+    python -m benchmarks.learning tiny dapo ppo --staleness 1 --metric explained_variance --json algorithms.json
+    python -m benchmarks.learning quickstart quickstart:ppo quickstart:dapo --staleness 0 2 --json quickstart.json --resume
+    python -m benchmarks.learning tiny --set train.steps=400 --set checkpoint.every=40 --ends 200 --staleness 0 2
 
 Each run is a real run in its own processes, one after the other. η = 0 is the synchronous run, to the bit. The table gives
 the mean reward of the first and of the last steps (``--ends``, five), the lowest of these last steps, the held-out reward

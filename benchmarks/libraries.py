@@ -1,6 +1,6 @@
 """Our own code beside the library that could do the same, where the library was measured and not taken.
 
-    python benchmarks/libraries.py [--smoke] [--json FILE]
+    python -m benchmarks.libraries [--smoke] [--json FILE]
 
 `pipeline.index.link`: redis-py's client, stamina. `pipeline.loop_thread`: anyio's portal. `api.client.transport`: httpx, on
 loopback. `orchestration.processes.forkserver`: multiprocessing's. Medians of rounds in which the two take turns.
@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -31,16 +30,13 @@ import redis.asyncio
 import stamina
 from aiohttp import web
 
+from api.client.transport import Transport
+from orchestration.processes.forkserver import PRELOAD, ForkServer, Launch
+from pipeline.index.embedded import EmbeddedIndex
+from pipeline.index.link import Link
+from pipeline.loop_thread import LoopThread
+
 ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # `api` is the package, not the benchmark beside this file
-
-from api.client.transport import Transport  # noqa: E402
-from orchestration.processes.forkserver import PRELOAD, ForkServer, Launch  # noqa: E402
-from pipeline.index.embedded import EmbeddedIndex  # noqa: E402
-from pipeline.index.link import Link  # noqa: E402
-from pipeline.loop_thread import LoopThread  # noqa: E402
-
 ROUNDS, TOGETHER = 3, 64
 
 Call = Callable[[], Awaitable[Any]]

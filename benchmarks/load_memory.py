@@ -1,6 +1,6 @@
 """Peak memory of each process while an engine is made from a checkpoint: read whole by transformers, and read by shards.
 
-    python benchmarks/load_memory.py [--model smollm2] [--ranks 1 2] [--dtype float32 bfloat16] [--json FILE]
+    python -m benchmarks.load_memory [--model smollm2] [--ranks 1 2] [--dtype float32 bfloat16] [--json FILE]
 
 For each dtype: the torch rollout engine, and the torch train engine on one rank and on several that shard layers (dp, gloo).
 Each process is a new one; peak memory is the high-water mark of its resident memory above what it had when torch and
@@ -90,7 +90,8 @@ def digest_of(digest: Any, tensors: Any) -> None:
 def processes(way: str, engine: str, folder: Path, dtype: str, count: int) -> list[dict[str, Any]]:
     """:func:`measure` in ``count`` new processes."""
     with tempfile.TemporaryDirectory(prefix="adk-load-") as home:
-        command = [sys.executable, __file__, "--one", way, engine, str(folder), dtype, str(count), home]
+        program = [sys.executable, "-m", "benchmarks.load_memory"]
+        command = [*program, "--one", way, engine, str(folder), dtype, str(count), home]
         env = {**os.environ, **ENVIRONMENT}  # as workers have
         begun = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, env=env) for rank in range(count)]
         printed = [process.communicate()[0] for process in begun]

@@ -6,7 +6,7 @@
     memory   bytes of the tensors that each decoder needs, between swaps and during one; the merged one starts from the base
     bfloat16 what rounding leaves of the update that follows the first optimizer step (B is +-2e-4, AdamW's first step)
 
-    python benchmarks/lora.py [--model smollm2] [--rank 16] [--repeats 5] [--threads 2] [--json FILE]
+    python -m benchmarks.lora [--model smollm2] [--rank 16] [--repeats 5] [--threads 2] [--json FILE]
 
 A version costs a swap and its decode steps, so the table ends with the number of steps from which merging is faster.
 Ratios are medians of those of neighbouring turns: they hold on a machine that does other work too.

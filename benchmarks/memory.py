@@ -7,9 +7,9 @@
     rollout    a full batch, while new weights are swapped in again and again
     reference  logprobs of one step's rows
 
-    python benchmarks/memory.py [--json FILE] [--case NAME …] [--side train rollout reference]
-    PYTHONPATH=$PWD python benchmarks/memory.py --live [--case NAME …]
-    python benchmarks/memory.py --varied 300 [--case NAME …] [--side train rollout]
+    python -m benchmarks.memory [--json FILE] [--case NAME …] [--side train rollout reference]
+    python -m benchmarks.memory --live [--case NAME …]
+    python -m benchmarks.memory --varied 300 [--case NAME …] [--side train rollout]
 
 ``--live``: instead, of ``train``, what torch's allocator has given and not got back, at most, in the second step: without
 what the C library keeps, and without the copy for a checkpoint. This is what a device would need.

@@ -4,7 +4,7 @@
               of experts and with the rollout's; seconds of both engines with and without the column, in turns; its bytes
     runs      real runs for each router, bound and seed: held-out score before and after, gap, agreement, seconds of a step
 
-    python benchmarks/moe.py [--recipe moe] [--engine torch] [--dtypes float32 bfloat16] [--tokens 48] [--repeats 5]
+    python -m benchmarks.moe [--recipe moe] [--engine torch] [--dtypes float32 bfloat16] [--tokens 48] [--repeats 5]
                              [--routers own replay] [--staleness 0 2] [--seeds 0 1 2] [--set KEY=VALUE] [--json FILE]
 
 ``--engine vllm`` generates with vLLM, which returns no experts: there is a gap without replay alone. Ratios are medians of

@@ -1,9 +1,9 @@
 """Rewards of which a third is wrong: what policy filtration is for.
 
     SET="--staleness 1 --set algorithm.group_size=16 --set train.groups_per_step=8 --ends 10"
-    python benchmarks/learning.py ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:spelling"}]'
-    python benchmarks/learning.py ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:mediocre"}]'
-    python benchmarks/learning.py ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:systematic"}]'
+    python -m benchmarks.learning ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:spelling"}]'
+    python -m benchmarks.learning ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:mediocre"}]'
+    python -m benchmarks.learning ppo pf-ppo $SET --set 'reward.functions=[{name="benchmarks.noisy_rewards:systematic"}]'
 
 ``spelling``   errors anywhere: a wrong reward is a number between 0 and 1 that has nothing to do with the response, so a
                perfect policy has a mean of 5/6

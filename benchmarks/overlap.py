@@ -1,11 +1,10 @@
 """How near an asynchronous run comes to the speed of its busiest stage, and how far a synchronous one stays behind.
 
-    export PYTHONPATH=$PWD
-    python benchmarks/overlap.py [--step-seconds 3] [--balance 1] [--steps 24] [--bounds 0 1 2 4] [--json FILE]
-    python benchmarks/overlap.py --replicas 4 --swap-share 0.1 --bounds 2
-    python benchmarks/overlap.py --ray 1 2 4 8 [--bounds 2]
-    python benchmarks/overlap.py --engine torch --replicas 2 [--model tiny] [--repeats 3] [--steps 24]
-    python benchmarks/overlap.py --smoke [--engine torch]
+    python -m benchmarks.overlap [--step-seconds 3] [--balance 1] [--steps 24] [--bounds 0 1 2 4] [--json FILE]
+    python -m benchmarks.overlap --replicas 4 --swap-share 0.1 --bounds 2
+    python -m benchmarks.overlap --ray 1 2 4 8 [--bounds 2]
+    python -m benchmarks.overlap --engine torch --replicas 2 [--model tiny] [--repeats 3] [--steps 24]
+    python -m benchmarks.overlap --smoke [--engine torch]
 
 Real runs: recipe, embedded index, worker processes, shared memory, leases, weight sync. Only the engines are mock: they
 take the time of a model of latency (``stages/engines/mock/engines.py``), response lengths are log-normal with a long tail,
@@ -134,10 +133,8 @@ class Workload:
             "copy_seconds": 0.02 * self.step_seconds,
         }
         train = {"step_seconds": self.train_step_seconds, "token_seconds": self.train_token_seconds}
-        places = on_ray(self.address) if self.address else {"launch": {"launcher": self.launcher}}
         return parse_recipe(
             {
-                **places,
                 "name": f"overlap-{bound}",
                 "model": {"source": "mock"},
                 "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 64},
@@ -148,11 +145,12 @@ class Workload:
                     "max_tokens": self.longest,
                     "mock": decode,
                 },
-                "sync": {**places.get("sync", {}), "rolling": rolling},
+                "sync": {"rolling": rolling},
                 "reward": {"functions": [{"name": "spelling"}]},
                 "algorithm": {"group_size": self.group_size},
                 "train": {"engine": "mock", "steps": self.steps, "groups_per_step": self.groups, "mock": train},
-                "pipeline": {**places.get("pipeline", {}), "staleness": bound, "arena": self.groups << 23},
+                "pipeline": {"staleness": bound, "arena": self.groups << 23},
+                "launch": on_ray(self.address) if self.address else {"launcher": self.launcher},
             }
         )
 

@@ -1,6 +1,6 @@
 """Groups that enter as late as keeps the trainer fed, beside groups that enter as early as the bound allows.
 
-    python benchmarks/pacing.py [--balance 0.8 1 1.5 2.5] [--bounds 1 2 4] [--sigma 1 0.3] [--steps 24] [--json FILE]
+    python -m benchmarks.pacing [--balance 0.8 1 1.5 2.5] [--bounds 1 2 4] [--sigma 1 0.3] [--steps 24] [--json FILE]
 
 Real runs with mock engines as in ``benchmarks/overlap.py``, in pairs: both of a pair generate responses of the same lengths.
 ``balance``: training time over generation time. Throughput and mean staleness are between the fifth step and the fifth last.

@@ -1,10 +1,10 @@
 """How well the planner predicts: throughput and staleness of real runs beside what `asyncdock plan run` simulates.
 
-    python benchmarks/planner.py [--step-seconds 2] [--steps 16] [--beside 2] [--match TEXT] [--json FILE]
-    python benchmarks/planner.py --nodes [--match TEXT]
-    python benchmarks/planner.py --splits 6
-    python benchmarks/planner.py --real tiny [--steps 150] [--json FILE]
-    python benchmarks/planner.py --speed
+    python -m benchmarks.planner [--step-seconds 2] [--steps 16] [--beside 2] [--match TEXT] [--json FILE]
+    python -m benchmarks.planner --nodes [--match TEXT]
+    python -m benchmarks.planner --splits 6
+    python -m benchmarks.planner --real tiny [--steps 150] [--json FILE]
+    python -m benchmarks.planner --speed
 
 Mock grid: runs over the staleness bound, balance, spread of lengths, replicas, share of swaps and window, with mock engines
 and everything else real (as in ``benchmarks/overlap.py``). The simulation has the recipe alone, and one constant measured in

@@ -1,7 +1,7 @@
 """Forecasts for large clusters, and for published results. Nothing is run: it is arithmetic and
 simulation (`orchestration/simulation`), with every assumption named.
 
-    python benchmarks/planner_scale.py [--devices 64 384 1000 10000] [--json FILE]
+    python -m benchmarks.planner_scale [--devices 64 384 1000 10000] [--json FILE]
 
 Model: a dense 7B (the sizes of Qwen2.5-7B), bfloat16. Device: 150 TFLOP/s and 1.2 TB/s that are really reached, about half
 of an Ascend 910B's data sheet; 200 GB/s between the 8 devices of a node, 25 GB/s between nodes. Prompts of 2,000 tokens,

@@ -1,6 +1,6 @@
 """How far the logprobs of two engines lie apart, with the same weights and after a swap that went wrong: the probe's limits.
 
-    python benchmarks/probe.py [RECIPE] [--dtype bfloat16] [--seeds 0 1 2] [--steps 4] [--no-faults] [--set KEY=VALUE]
+    python -m benchmarks.probe [RECIPE] [--dtype bfloat16] [--seeds 0 1 2] [--steps 4] [--no-faults] [--set KEY=VALUE]
                                [--json FILE]
 
     generate ─▶ one optimizer step ─▶ the trainer scores a probe ─▶ the engine scores it: still with the weights before (an

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-
-def own_address() -> str:
-    """Returns the address of this machine on its network. Raises OSError where it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 @contextmanager
@@ -34,10 +26,6 @@ def raylets(number: int, cpus: int, **head: Any) -> Iterator[Any]:
         cluster.shutdown()
 
 
-def on_ray(address: str) -> dict[str, dict[str, Any]]:
-    """Returns the keys of a recipe whose workers are placed on the cluster at ``address``, with an embedded index."""
-    return {
-        "launch": {"launcher": "ray", "address": address},
-        "pipeline": {"index_serve": own_address(), "serve": "0.0.0.0"},
-        "sync": {"transport": "collective", "serve": "0.0.0.0"},
-    }
+def on_ray(address: str) -> dict[str, str]:
+    """Returns the section `launch` of a recipe whose workers are placed on the cluster at ``address``."""
+    return {"launcher": "ray", "address": address}

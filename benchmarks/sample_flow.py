@@ -1,8 +1,8 @@
 """The sample flow side by side with TransferQueue and Ray's object store, and with what memory itself can do.
 
     pip install -e '.[bench]'
-    python benchmarks/sample_flow.py [--peers ours,transferqueue,ray] [--cases a,a2,b,c,c2] [--repeats 3] [--json FILE]
-    python benchmarks/sample_flow.py --quick --peers ours
+    python -m benchmarks.sample_flow [--peers ours,transferqueue,ray] [--cases a,a2,b,c,c2] [--repeats 3] [--json FILE]
+    python -m benchmarks.sample_flow --quick --peers ours
 
 Two processes for each arm, a producer and a consumer, in turns:
 

@@ -1,7 +1,7 @@
 """What does staleness cost, and which correction holds? Bounds × corrections × learning rates × admission of groups.
 
-    python benchmarks/staleness.py tiny --rates 3e-3 6e-3 --admission paced eager --json staleness-tiny.json
-    python benchmarks/staleness.py quickstart --staleness 0 2 8 --arms none truncate --rates 3e-5 --seeds 0 --json quick.json
+    python -m benchmarks.staleness tiny --rates 3e-3 6e-3 --admission paced eager --json staleness-tiny.json
+    python -m benchmarks.staleness quickstart --staleness 0 2 8 --arms none truncate --rates 3e-5 --seeds 0 --json quick.json
 
 Arms, by the policy that the ratio is clipped around and the weight of what is older than it:
 

@@ -5,8 +5,8 @@
         kill -9 of a worker ─▶ its successor is ready
         resident memory of the workers of this process that is theirs alone
 
-    python benchmarks/starts.py [--repeat 5] [--workers 2] [--json FILE]
-    python benchmarks/starts.py --ray 3
+    python -m benchmarks.starts [--repeat 5] [--workers 2] [--json FILE]
+    python -m benchmarks.starts --ray 3
 
 Arms take turns; medians are shown. The floor of a start by spawn is the workers' imports over the cores; that of a fork is
 one process's imports, or nothing where they are done. With ``--ray`` the arms are runs on a standing Ray cluster of so many
@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -47,10 +46,8 @@ VICTIM = "flow-0"
 
 def recipe_of(method: str, workers: int, address: str = "") -> Recipe:
     """``address``: of a Ray cluster that the run is on."""
-    places: dict[str, dict[str, Any]] = on_ray(address) if address else {"pipeline": {}, "launch": {}}
     return parse_recipe(
         {
-            **places,
             "name": "starts",
             "model": {"source": "mock"},
             "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 16},
@@ -58,8 +55,8 @@ def recipe_of(method: str, workers: int, address: str = "") -> Recipe:
             "reward": {"functions": [{"name": "spelling"}]},
             "algorithm": {"group_size": 4},
             "train": {"engine": "mock", "steps": 100_000, "groups_per_step": 4},
-            "pipeline": {**places["pipeline"], "arena": "16MiB"},
-            "launch": {**places["launch"], "start_method": method},
+            "pipeline": {"arena": "16MiB"},
+            "launch": {**(on_ray(address) if address else {}), "start_method": method},
         }
     )
 

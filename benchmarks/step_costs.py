@@ -2,7 +2,7 @@
 
     asyncdock run RECIPE ─▶ metrics.jsonl ─▶ each step: alone, or beside an evaluation, or beside the writing of a checkpoint
 
-    python benchmarks/step_costs.py [RECIPE] [--steps 32] [--set section.key=value …] [--json FILE]
+    python -m benchmarks.step_costs [RECIPE] [--steps 32] [--set section.key=value …] [--json FILE]
 
 A step is beside what takes at least half of its time. The first steps, which include the start, are left out. ``exposed``:
 seconds in which training waited for the copy of its state, over those of a median step alone.

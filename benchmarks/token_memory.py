@@ -1,6 +1,6 @@
 """Peak memory of one training pass against its tokens: a small model of a kind, forward and backward of one row.
 
-    python benchmarks/token_memory.py [--tokens 2048 4096 8192 16384 32768] [--layers 2] [--width 256] [--window W]
+    python -m benchmarks.token_memory [--tokens 2048 4096 8192 16384 32768] [--layers 2] [--width 256] [--window W]
                                 [--dtype float32] [--json FILE]
 
 Each number of tokens runs in a process of its own; peak memory is the high-water mark of its resident memory above what
@@ -76,7 +76,8 @@ def main() -> None:
     rows = []
     print(f"{'tokens':>8} {'peak MiB':>10} {'KiB a token':>12} {'a dense mask MiB':>17} {'s':>8}")
     for tokens in options.tokens:
-        command = [sys.executable, __file__, "--one", "--tokens", str(tokens), "--dtype", options.dtype]
+        program = [sys.executable, "-m", "benchmarks.token_memory"]
+        command = [*program, "--one", "--tokens", str(tokens), "--dtype", options.dtype]
         command += ["--layers", str(options.layers), "--width", str(options.width)]
         command += ["--window", str(options.window)] if options.window else []
         row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])

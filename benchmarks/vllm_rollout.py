@@ -1,6 +1,6 @@
 """The vLLM rollout engine beside the trainer: how far their logprobs are apart, and what an update of the weights costs.
 
-    .venv-vllm/bin/python benchmarks/vllm_rollout.py [--model smollm2|PATH] [--threads 2] [--json FILE]
+    .venv-vllm/bin/python -m benchmarks.vllm_rollout [--model smollm2|PATH] [--threads 2] [--json FILE]
 
 Logprobs: ``groups`` prompts, 8 responses each, sampled at several temperatures; each token's logprob as vLLM reports it
 against what the torch trainer computes for the same tokens. Updates: with rows in flight, the seconds in which no token

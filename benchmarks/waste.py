@@ -1,6 +1,6 @@
 """Generated tokens to the same held-out score, when half of the prompts teach nothing: uniform sampling, drops, difficulty.
 
-    python benchmarks/waste.py --seeds 0 1 2 --json waste.json --plot waste.png
+    python -m benchmarks.waste --seeds 0 1 2 --json waste.json --plot waste.png
 
 The recipe is ``tiny`` with three sources: half of the prompts want a letter repeated; a quarter is solved by any response;
 a quarter is never solved. Half of all prompts are held out. Each run begins with a model that some supervised steps have

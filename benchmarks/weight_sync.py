@@ -1,7 +1,7 @@
 """What an allgather-swap costs: each phase against the copy floor of the same minute, and what of it a step sees.
 
-    python benchmarks/weight_sync.py [--model smollm2] [--train tp=2] [--rollout dp=2] [--bucket 4MiB] [--json FILE]
-    python benchmarks/weight_sync.py --smoke
+    python -m benchmarks.weight_sync [--model smollm2] [--train tp=2] [--rollout dp=2] [--bucket 4MiB] [--json FILE]
+    python -m benchmarks.weight_sync --smoke
 
 Real ranks, one process each, on the accelerator if there is one (nccl, hccl), else on the CPU (gloo). The model is a shape
 with made-up weights: ``smollm2`` 135M, ``qwen2.5-1.5b``, or the path of a checkpoint's folder, of which only the config is

@@ -1,8 +1,8 @@
 """What a new version of the weights costs with many nodes and many replicas: bytes, seconds, and the floor of both.
 
-    sudo python benchmarks/weights_to_nodes.py [--nodes 1 2 4 8] [--engines 2] [--mbit 100] [--size 32MiB] [--json FILE]
-    python benchmarks/weights_to_nodes.py --only swaps
-    python benchmarks/weights_to_nodes.py --only equal
+    sudo python -m benchmarks.weights_to_nodes [--nodes 1 2 4 8] [--engines 2] [--mbit 100] [--size 32MiB] [--json FILE]
+    python -m benchmarks.weights_to_nodes --only swaps
+    python -m benchmarks.weights_to_nodes --only equal
 
 **nodes**: the trainer and each node are network namespaces with one link of ``--mbit`` both ways
 (``dispatch_scale.Network``). Each node has ``--engines`` engines. Timed is one published version, from the call that offers

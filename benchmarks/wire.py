@@ -1,7 +1,7 @@
 """How near reads of another node's warehouse come to what a raw TCP socket moves on the same loopback.
 
-    python benchmarks/wire.py [--repetitions 15] [--cases a a' c'] [--json FILE]
-    python benchmarks/wire.py --smoke
+    python -m benchmarks.wire [--repetitions 15] [--cases a a' c'] [--json FILE]
+    python -m benchmarks.wire --smoke
 
 Two processes. One holds an arena with the rows and serves it twice: by ``WarehouseServer``, and by a plain blocking socket
 that answers a number n with ``sendall`` of n bytes of one buffer. The other reads: by ``RemoteWarehouse.read``, which ends

@@ -7,14 +7,21 @@ system, folder or process namespace within it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import ipaddress
 import os
 import platform
 import socket
+import struct
+import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
+
+AUTO = "auto"  # in place of an address to listen on: the one by which other nodes reach this one
+LOOPBACK = "127.0.0.1"
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = Path("/proc/self/ns/pid")
@@ -40,21 +47,69 @@ def is_here(node: str, folder: Path) -> bool:
         return False
 
 
-def announced(host: str, route: str) -> str:
-    """Returns the address by which other nodes reach a server that listens on ``host``: ``host`` itself, or ``route`` where
-    that stands for all addresses. ``route``: the own address on the way to the index, "" where it is a Unix socket. Raises
-    ValueError where other nodes cannot reach ``host``, or no address is known by which they do."""
-    found = [ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
-    towards = ipaddress.ip_address(route.partition("%")[0]) if route else None
-    local = towards is None or towards.is_loopback
-    if all(address.is_unspecified for address in found):
-        if local:
+def own_address() -> str:
+    """Returns the address of this machine on its network: by its default route, else of its first interface that has one,
+    else loopback."""
+    for family, beyond in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError):
+            return route_to(beyond, family)
+    return next(_interface_addresses(), LOOPBACK)
+
+
+def route_to(host: str, family: int = socket.AF_UNSPEC) -> str:
+    """Returns the address of this machine on the way to ``host``; nothing is sent. Raises OSError where there is no way."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, family, socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def is_own(address: str) -> bool:
+    """Whether ``address``, or all that the name ``address`` stands for, is of this machine."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, place in found:
+            with socket.socket(family, kind) as probe:
+                probe.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is reached from this machine alone; no for unspecified addresses, and names that are not known."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found)
+
+
+def announced(host: str, route: str, others: str = "") -> str:
+    """Returns the address by which other nodes reach a server that listens on ``host``: ``host`` itself, or where that is
+    `auto` or stands for all addresses, the one that leads to the index, or ``others``.
+
+    ``route``: the own address on the way to the index, "" where it is a Unix socket. ``others``: by which other machines
+    reach this one, where ``route`` does not show it. Raises ValueError where other nodes cannot reach ``host``, or no
+    address is known by which they do."""
+    infos = [] if host == AUTO else socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos]
+    local = not route or is_loopback(route)
+    if all(address.is_unspecified for address in addresses):
+        leading = others if local else route
+        if not leading:
             raise ValueError(
                 f"serve = {host!r}: stands for all addresses of this machine, and the index, which is on it too, does not "
                 "show by which of them other nodes reach it; give that one"
             )
-        return route
-    if all(address.is_loopback for address in found) and not local:
+        version = ipaddress.ip_address(leading.partition("%")[0]).version
+        if addresses and version not in [address.version for address in addresses]:
+            raise ValueError(
+                f"serve = {host!r}: stands for addresses of IPv{addresses[0].version} alone, and other nodes reach this one "
+                f"at {leading}; give that one, or 'auto'"
+            )
+        return leading
+    if all(address.is_loopback for address in addresses) and not local:
         raise ValueError(
             f"serve = {host!r}: is reached from this machine alone, and the index is on another one; give the address by "
             f"which other nodes reach this one, such as {route}"
@@ -75,6 +130,21 @@ def owned_prefix(pid: int) -> str:
     """Returns how the names of the temporary folders of process ``pid`` begin. Containers may share them, and number their
     processes alike."""
     return f"asyncdock-{pid}-{process_space()[:6]}-"
+
+
+def _interface_addresses() -> Iterator[str]:
+    """Yield the IPv4 addresses of this machine's interfaces but loopback (Linux alone)."""
+    if sys.platform != "linux":
+        return
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                reply = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()))
+                if not is_loopback(address := socket.inet_ntoa(reply[20:24])):
+                    yield address
 
 
 @functools.cache

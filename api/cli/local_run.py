@@ -140,7 +140,12 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
                 say(f"Paused. Go on, from another terminal: asyncdock runs resume {run.out_dir}")
 
         async def follow() -> None:
+            is_first = True
             async for event in run.events():
+                if is_first and run.joining:
+                    text = f"Other machines join with:\n  {run.joining}"
+                    console.print(text, markup=False, highlight=False, soft_wrap=True)  # a live view stays below it
+                is_first = False
                 show_event(event)
 
         outcome = await execute(run, follow, say)

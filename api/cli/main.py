@@ -129,6 +129,7 @@ def check(
     from orchestration.recipe.planner import plan
     from orchestration.recipe.problems import RecipeError
 
+    cluster = _cluster_at(loaded.launch.address) if loaded.launch.on_cluster else ""
     follows = plan(loaded)
     # Without a chat template the model reads the prompt as it is. An example would only cost the import of torch.
     plain = loaded.model.source in PLAIN_MODELS and not loaded.prompts.chat_template
@@ -146,6 +147,8 @@ def check(
 
     flow, screen = flow_of(loaded), safe_console()
     screen.print(plan_table(loaded, follows))
+    if cluster:
+        screen.print(f"\n{cluster}", markup=False, highlight=False, soft_wrap=True)
     screen.print(f"\nflow\n{to_text(flow)}", markup=False, highlight=False, soft_wrap=True)
     if sources := prompt_sources(loaded):
         screen.print("\n" + "\n".join(sources), markup=False, highlight=False, soft_wrap=True)
@@ -155,6 +158,21 @@ def check(
         screen.print(f"\n{title}\n{indent(text, '  ')}", markup=False, highlight=False, soft_wrap=True)
     if graph is not None:
         graph.write_text(to_svg(flow) if graph.suffix == ".svg" else to_mermaid(flow), encoding="utf-8")
+
+
+def _cluster_at(address: str) -> str:
+    """Return the Ray cluster of ``launch.address`` in words. Ends the command where the cluster refuses this machine."""
+    from orchestration.cluster.ray_cluster import LOCAL, ClusterRefused, look
+
+    try:
+        cluster = look(address)
+    except ClusterRefused as error:
+        refuse(error)
+    if cluster.address == LOCAL:
+        return f"cluster: none on this machine; the run starts one with Ray {cluster.ray}, and ends it"
+    version = f", Ray {cluster.ray}" if cluster.ray else ""
+    token = f", with the token of {cluster.token}" if cluster.token else ""
+    return f"cluster: {cluster.address}{version}{token}"
 
 
 @app.command()

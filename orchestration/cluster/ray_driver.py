@@ -1,6 +1,8 @@
 """The Ray driver of a run: a process that starts hosts on the nodes of a Ray cluster, as actors in placement groups.
 
-    stdin    {"do": "nodes"}                                 stdout    {"nodes": {id: {"total": …, "free": …}}}
+:mod:`orchestration.cluster.ray_cluster` begins it, once it has found the cluster.
+
+    stdin    {"do": "nodes"}                      stdout    {"nodes": {id: {"total", "free", "address"}}, "address": own}
              {"do": "start", "hosts": [{node, bundle, …}]}             {"ended": name, "reason": …}, once for each host
              its end: the hosts end, and this process too              (one JSON object a line)
 
@@ -13,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
-import socket
+import shutil
 import sys
 import threading
 from typing import Any
@@ -22,7 +25,9 @@ from typing import Any
 import stamina
 
 from orchestration.cluster.host_actor import HostActor
+from orchestration.cluster.ray_cluster import OWN_RESOURCE
 from pipeline.compat.extras import extra
+from pipeline.node import LOOPBACK, route_to
 
 with extra("ray"):
     import ray
@@ -30,39 +35,45 @@ with extra("ray"):
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 GRANT_SECONDS = 30.0  # for Ray to reserve what was free a moment ago
-CONNECT_SECONDS, CONNECT_ATTEMPTS = 10.0, 3
+CONNECT_ATTEMPTS = 3
+OBJECT_STORE = 100 * 2**20  # bytes of shared memory: hosts bring samples and weights by themselves
 REASON_CHARACTERS = 300
 END_SECONDS = 10.0  # in which hosts of an ended run end by themselves
 
 
 class Driver:
-    def __init__(self) -> None:
+    def __init__(self, *, local: bool) -> None:
+        self._is_local = local  # the cluster is started for the run
         self._out, self._lock = os.fdopen(os.dup(1), "w"), threading.Lock()
         os.dup2(2, 1)  # what Ray prints goes to the log
         self._watching: list[threading.Thread] = []
 
-    def run(self, address: str) -> None:
+    def run(self, address: str, cpus: float) -> None:
+        """Work until the standard input ends. A node of `local` has ``cpus`` at least, and is ended with its files."""
+        options: dict[str, Any] = {"namespace": "asyncdock", "log_to_driver": False, "logging_level": logging.ERROR}
+        if self._is_local:
+            options |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(cpus)), "include_dashboard": False}
+            options |= {"resources": {OWN_RESOURCE: 1}, "object_store_memory": OBJECT_STORE}
         try:
-            _, _, server = address.rpartition("//")
-            host, separator, port = server.rpartition(":")
-            if separator:  # Ray itself tries for minutes
-                socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
             # A busy head may take longer to start a client's server than Ray waits for it.
             for attempt in stamina.retry_context(ConnectionError, attempts=CONNECT_ATTEMPTS, timeout=None):
                 with attempt:
-                    ray.init(address=address, namespace="asyncdock", log_to_driver=False, logging_level=logging.ERROR)
+                    context: Any = ray.init(address=address, **options)
         except (OSError, RuntimeError, ValueError) as error:
             return self._send(failed=" ".join(str(error).split())[:REASON_CHARACTERS])
         for line in sys.stdin:
             request = json.loads(line)
             if request["do"] == "nodes":
-                self._send(nodes=self._nodes())
+                nodes = self._nodes()
+                self._send(nodes=nodes, address=self._own_address(nodes))
             for host in request.get("hosts", ()):
                 self._watching.append(threading.Thread(target=self._watch, args=(host,), daemon=True))
                 self._watching[-1].start()
         for thread in self._watching:
             thread.join(END_SECONDS)
         ray.shutdown()  # it ends the actors that are left
+        if self._is_local:
+            shutil.rmtree(context.address_info["session_dir"], ignore_errors=True)
 
     def _send(self, **message: Any) -> None:
         with self._lock, contextlib.suppress(BrokenPipeError):
@@ -75,7 +86,22 @@ class Driver:
             sys.exit(
                 "the driver's own node is lost, and Ray has ended its actors"
             )  # the supervisor starts another driver
-        return {node["NodeID"]: {"total": node["Resources"], "free": free.get(node["NodeID"], {})} for node in alive}
+        return {
+            node["NodeID"]: {
+                "total": node["Resources"],
+                "free": free.get(node["NodeID"], {}),
+                "address": node["NodeManagerAddress"],
+            }
+            for node in alive
+        }
+
+    def _own_address(self, nodes: dict[str, Any]) -> str:
+        """Return the address by which the nodes reach this machine: as Ray knows it, where it is one of them."""
+        if self._is_local:
+            return LOOPBACK
+        if not ray.util.client.ray.is_connected():
+            return str(nodes[ray.get_runtime_context().get_node_id()]["address"])
+        return route_to(next(iter(nodes.values()))["address"])
 
     def _watch(self, host: dict[str, Any]) -> None:
         """Start ``host`` and wait for its end; then what it had reserved is free again."""
@@ -108,11 +134,3 @@ def _free_resources() -> dict[str, dict[str, float]]:
 
 
 _free = ray.remote(num_cpus=0)(_free_resources)  # through Ray's client, which does not know them
-
-
-def main() -> None:
-    Driver().run(sys.argv[1])
-
-
-if __name__ == "__main__":
-    main()

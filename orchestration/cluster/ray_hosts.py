@@ -18,16 +18,18 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 
-from orchestration.cluster.placement import Node, bundles, describe_lack, place
+from orchestration.cluster.placement import Node, bundles, describe_lack, needs, place
 from orchestration.recipe.devices import Worker
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import HOSTS, Unplaceable
 from pipeline.index.client import Index
 from pipeline.index.embedded import die_with_parent
+from pipeline.node import LOOPBACK, is_loopback, is_own
 from stages.device_names import RESOURCES
 
 log = structlog.get_logger()
@@ -38,17 +40,31 @@ END_SECONDS = 15.0  # for the driver to end the hosts
 
 
 class RayHosts:
-    """Places the workers of one run; see :class:`orchestration.run.launchers.Hosts`. ``join``: the index's URL for
-    its nodes."""
+    """Places the workers of one run; see :class:`orchestration.run.launchers.Hosts`. Connect, then :meth:`begin`."""
 
-    def __init__(self, recipe: Recipe, index: Index, join: str, out: Path) -> None:
-        self._recipe, self._index, self._join, self._out = recipe, index, join, out
+    def __init__(self, recipe: Recipe, out: Path) -> None:
+        self._recipe, self._out, self._join = recipe, out, ""
+        self._first: dict[str, Any] | None = None  # the driver's answer, until it is used
         self._driver: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._placed: dict[Worker, str] = {}
         self._hosts: dict[str, str] = {}  # each that was started → why it has ended, "" while it has not
         self._placing, self._lack = asyncio.Lock(), ""
+        self._address: str | None = None
+        self._index: Index
+
+    async def connect(self) -> str:
+        """Connect to the cluster. Returns the address by which its nodes reach this machine; loopback where there is no
+        cluster, which :meth:`host_of` reports."""
+        if self._address is None:
+            self._first = await self._answer()
+            self._address = str(self._first.get("address", LOOPBACK))
+        return self._address
+
+    def begin(self, index: Index, join: str) -> None:
+        """Take workers from now on. ``join``: the index's URL for the nodes."""
+        self._index, self._join = index, join
 
     async def host_of(self, worker: Worker) -> str:
         """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable when no cluster
@@ -116,31 +132,50 @@ class RayHosts:
 
     async def _ask(self) -> dict[str, Any]:
         """Returns the nodes of the cluster, from a driver that is started where there is none; none while it cannot be
-        reached."""
+        reached. Raises Unplaceable before the first host, where there is no cluster, or its nodes cannot reach the index."""
+        answer, self._first = self._first or await self._answer(), None
+        nodes: dict[str, Any] = answer.get("nodes", {})
+        if self._hosts:
+            return nodes
+        if "failed" in answer:
+            named = "launch.address" in answer["failed"]
+            where = "" if named else f"launch.address = {self._recipe.launch.address!r}: "
+            raise Unplaceable(f"{where}{answer['failed']}")
+        host = urlsplit(self._join).hostname or ""
+        elsewhere = [node["address"] for node in nodes.values() if not is_own(node["address"])]
+        if elsewhere and is_loopback(host):
+            key = "pipeline.index" if self._recipe.pipeline.index != "embedded" else "pipeline.index_serve"
+            wrong = f"is reached from this machine alone, and the cluster has nodes at {', '.join(elsewhere)}"
+            raise Unplaceable(f"{key} = {host!r}: {wrong}; leave it out, or give an address that they reach")
+        return nodes
+
+    async def _answer(self) -> dict[str, Any]:
+        """Returns the driver's answer about its nodes: what it says, or "failed" with a reason."""
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 if self._driver is None:
                     await self._start_driver()
                 await self._send({"do": "nodes"})
-                answer = await self._answers.get()
-            if "nodes" in answer:
-                nodes: dict[str, Any] = answer["nodes"]
-                return nodes
-            reason = answer["failed"]
+                return await self._answers.get()
         except TimeoutError:
-            reason = f"no answer within {CONNECT_SECONDS:.0f} s"
-        if not self._hosts:
-            address, fix = self._recipe.launch.address, "give the address of a running cluster (`ray start --head`)"
-            raise Unplaceable(f"launch.address = {address!r}: {reason}; {fix}")
-        return {}
+            log_file = self._out / "logs" / "ray.log"
+            return {"failed": f"Ray does not answer within {CONNECT_SECONDS:.0f} s; see {log_file}"}
 
     async def _start_driver(self) -> None:
         self._answers = asyncio.Queue()
+        cpus = sum(needs(self._recipe, worker, ())["CPU"] for worker in remote_workers(self._recipe))
         logs = self._out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         with (logs / "ray.log").open("ab") as file:
             self._driver = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "orchestration.cluster.ray_driver", self._recipe.launch.address),
+                *(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "orchestration.cluster.ray_cluster",
+                    self._recipe.launch.address,
+                    str(cpus),
+                ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=file,
@@ -167,7 +202,8 @@ class RayHosts:
         await driver.wait()
         self._driver = None
         self._answers.put_nowait({"failed": f"its driver has ended; see {self._out / 'logs' / 'ray.log'}"})
-        await self._lose(self._hosts, "the run's Ray driver has ended")
+        if self._hosts:
+            await self._lose(self._hosts, "the run's Ray driver has ended")
 
     async def _lose(self, hosts: Iterable[str], reason: str) -> None:
         for host in [name for name in hosts if not self._hosts[name]]:

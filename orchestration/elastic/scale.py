@@ -19,7 +19,8 @@ SCALE, LEAVE = "scale", "leave"  # a document and its topic; the topic of the do
 
 def scaled(recipe: Recipe, rollouts: int) -> Recipe:
     """Returns ``recipe`` with ``rollouts`` rollout workers. Raises RecipeError when the run cannot have so many."""
-    return change_recipe(recipe, [f"{key}={value}" for key, value in overrides_of(recipe, rollouts).items()])
+    overrides = [f"{key}={value}" for key, value in overrides_of(recipe, rollouts).items()]
+    return change_recipe(recipe, overrides, runs=True)
 
 
 def overrides_of(recipe: Recipe, rollouts: int) -> dict[str, int]:

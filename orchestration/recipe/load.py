@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from orchestration.recipe.bounds import NotToml, out_of_bounds, read_toml
 from orchestration.recipe.checks import (  # noqa: F401  # registers their checks
     adapters,
+    addresses,
     code,
     examples,
     flow,
@@ -42,8 +43,6 @@ FIXED = {
     "model": "the checkpoint has the weights of this model in this number format",
     "prompts.source": "what other programs put is kept by the numbers of groups, which other sources do not keep",
     "prompts.held_out": "evaluation would ask prompts that training has seen",
-    "algorithm.options.epochs": "the checkpoint counts optimizer passes, by which the learning rate is scheduled",
-    "algorithm.options.mini_batches": "the checkpoint counts optimizer passes, by which the learning rate is scheduled",
     "algorithm.options.critic": "the checkpoint has the weights of the critic that the run began with",
     "critic.source": "the checkpoint has the weights of the critic that the run began with",
     "train.engine": "the checkpoint has the state of this engine",
@@ -97,13 +96,14 @@ def parse_recipe(
     folder: Path | None = None,
     devices: bool = True,
     files: bool = True,
+    runs: bool = False,
 ) -> Recipe:
     """Check ``data`` (nested tables) and return the recipe, or raise :class:`RecipeError` with all that is wrong, added to
     ``problems`` found before. A check that reads a wrong key is left out.
 
     ``files``: whether the recipe is compared with files and machine at all. Files are read as far as ``reading`` allows;
     there must be room on the disk of ``folder``, the run's (default: the working directory); ``devices``: whether the run
-    will be executed on this machine, which must then have its devices."""
+    will be executed on this machine, which must then have its devices, and its addresses unless it ``runs`` already."""
     found = list(problems)
     if too_large := list(out_of_bounds(data)):
         raise RecipeError(where, [*found, *too_large])  # other checks could fail on such values, or take long
@@ -116,20 +116,22 @@ def parse_recipe(
         found += [field_problem(item) for item in errors[:MOST_PROBLEMS]]
         if len(errors) > MOST_PROBLEMS:
             found.append(Problem("recipe", None, f"has {len(errors) - MOST_PROBLEMS} more keys that are wrong"))
-    environment = Environment(reading or Reading(), folder or Path.cwd(), devices) if files else None
+    environment = None
+    if files:
+        environment = Environment(reading or Reading(), folder or Path.cwd(), devices, here=devices and not runs)
     found += run_checks(recipe, wrong, environment)
     if found:
         raise RecipeError(where, found)
     return recipe
 
 
-def change_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """Return ``recipe`` with ``overrides``, for a run that goes on. Raises :class:`RecipeError`, also for keys in
-    :data:`FIXED`."""
+def change_recipe(recipe: Recipe, overrides: Sequence[str], *, runs: bool = False) -> Recipe:
+    """Return ``recipe`` with ``overrides``, for a run that goes on. ``runs``: it listens on its addresses already. Raises
+    :class:`RecipeError`, also for keys in :data:`FIXED`."""
     before = json.loads(recipe.to_json())
     data = copy.deepcopy(before)
     problems = _override_all(data, overrides)
-    return parse_recipe(data, where=recipe.name, problems=[*problems, *fixed_problems(before, data)])
+    return parse_recipe(data, where=recipe.name, problems=[*problems, *fixed_problems(before, data)], runs=runs)
 
 
 def compare_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:

@@ -34,6 +34,7 @@ from orchestration.recipe.sections import (
     TrainSection,
 )
 from orchestration.recipe.values import CountOrZero
+from pipeline.node import AUTO, LOOPBACK
 from pipeline.staleness import StalenessPlan
 from stages.adapters.options import AdapterOptions
 from stages.algorithms import build_algorithm
@@ -143,6 +144,36 @@ class Recipe(Section):
         return self.model.vocabulary == "tokenizer" or (self.model.vocabulary == "auto" and both)
 
     @property
+    def spans_machines(self) -> bool:
+        """Whether other machines start workers: the nodes of a cluster, or hosts. What `auto` stands for follows from it."""
+        return self.launch.on_cluster or self.launch.remote_rollouts > 0
+
+    @property
+    def weight_transport(self) -> str:
+        """``sync.transport``, shared_memory or collective."""
+        if self.sync.transport != AUTO:
+            return self.sync.transport
+        return "collective" if self.spans_machines else "shared_memory"
+
+    @property
+    def sync_address(self) -> str:
+        """``sync.serve``: an address, or `auto` for the one by which other nodes reach the trainer's."""
+        return self._address(self.sync.serve, alone=LOOPBACK)
+
+    @property
+    def warehouse_address(self) -> str:
+        """``pipeline.serve``: an address, `auto` for the one by which other nodes reach this one, or "" for none."""
+        return self._address(self.pipeline.serve, alone="")
+
+    @property
+    def index_address(self) -> str:
+        """``pipeline.index_serve``: an address, `auto` for that of this machine on its network, or "" for none."""
+        return self._address(self.pipeline.index_serve, alone="") if self.pipeline.index == "embedded" else ""
+
+    def _address(self, value: str, alone: str) -> str:
+        return value if value != AUTO or self.spans_machines else alone
+
+    @property
     def swaps_at_once(self) -> int:
         """How many replicas may swap weights at the same time, 0 for all: ``sync.at_once``, or a quarter of them. So a
         version needs about four swaps' time with any number of replicas, and three quarters always generate."""
@@ -155,6 +186,14 @@ class Recipe(Section):
         """Whether the run has a critic with an engine and a worker of its own."""
         of = self.algorithm
         return value_or_none(lambda: build_algorithm(of.name, of.options).critic_algorithm()) is not None
+
+    @property
+    def keeps_undo(self) -> bool:
+        """Whether trainers keep a copy of their state before each train batch: it has several optimizer steps, or a critic
+        of its own may skip it."""
+        algorithm = value_or_none(lambda: build_algorithm(self.algorithm.name, self.algorithm.options))
+        several = algorithm is not None and algorithm.epochs * algorithm.mini_batches > 1
+        return several or self.trains_critic
 
     @property
     def needs_reference(self) -> bool:

@@ -32,6 +32,7 @@ from orchestration.recipe.values import (
     auto_staleness,
     size_from,
 )
+from pipeline.node import AUTO
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.registry import built_in
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
@@ -284,7 +285,8 @@ class TrainSection(Strategies, Section):
     max_skipped_steps: Annotated[int, Field(ge=1), unit("steps")] = key(
         3,
         "A batch with a loss or gradient that is not finite is skipped: its step is counted and leaves the weights as they "
-        "are, and its rows are written to `skipped/` in the run's folder. After so many in a row the run fails.",
+        "are, and its rows are written to `skipped/` in the run's folder. After so many in a row the run fails. Until a "
+        "step is taken again no checkpoint is removed.",
     )
     token_budget: Tokens = key(8192, "Tokens of one forward and backward pass of one rank (a micro-batch).")
     activation_checkpointing: bool = key(False, "Compute activations again in the backward pass: less memory.")
@@ -380,15 +382,16 @@ class PipelineSection(Section):
         json_schema_extra={"pattern": INDEX_PATTERN},
     )
     index_serve: str = key(
-        "",
+        AUTO,
         "Address of this machine, HOST or HOST:PORT, at which other machines reach an embedded index: with a password that "
-        "the run makes (`join` and `token` in its index.json), and inside TLS with the tls_ keys. Empty: none do.",
+        "the run makes (`join` and `token` in its index.json), and inside TLS with the tls_ keys. `auto`: where other "
+        "machines start workers, this machine's address on its network, or as Ray knows it. Empty: none do.",
         examples=["10.0.0.1", "10.0.0.1:6379"],
     )
     serve: str = key(
-        "",
-        "Address on which other nodes reach the warehouse. `0.0.0.0`: all addresses of this node; announced is the one that "
-        "leads to the index. Empty: it is not served.",
+        AUTO,
+        "Address on which other nodes reach the warehouse. `auto`: where other machines start workers, the one that leads "
+        "to the index. `0.0.0.0`: all addresses of this node, of which that one is announced. Empty: it is not served.",
     )
     tls_certificate: str = key("", "PEM file of the warehouse's certificate. If set, nodes connect by TLS.")
     tls_key: str = key("", "PEM file of its private key.")
@@ -406,12 +409,18 @@ class PipelineSection(Section):
 class SyncSection(Section):
     """How rollout engines take new weights."""
 
-    transport: Literal["shared_memory", "collective"] = key(
-        "shared_memory",
+    transport: Literal["auto", "shared_memory", "collective"] = key(
+        AUTO,
         "`shared_memory`: engines read the trainer's memory on the same node. `collective`: engines may be on other nodes. "
-        "Each node has one copy, which it sends on to the next node while it receives it.",
+        "Each node has one copy, which it sends on to the next node while it receives it. `auto`: collective where other "
+        "machines start workers.",
     )
-    serve: str = key("127.0.0.1", 'Address of the trainer\'s node, for `transport = "collective"`.', min_length=1)
+    serve: str = key(
+        AUTO,
+        "Address of the trainer's node, for `collective`. `auto`: where other machines start workers, the one that leads to "
+        "the index, otherwise 127.0.0.1. `0.0.0.0`: all addresses, of which that one is announced.",
+        min_length=1,
+    )
     rolling: bool = key(True, "Replicas take turns to swap, so that some always generate.")
     at_once: Annotated[int, Field(ge=0), unit("replicas")] = key(
         0, "Replicas that swap at the same time, with `rolling`. 0: a quarter of `rollout.workers`, at least one."
@@ -521,8 +530,10 @@ class LaunchSection(Section):
     )
     address: str = key(
         "auto",
-        'Ray cluster of `launcher = "ray"`: `auto`, the one that this machine belongs to; `HOST:PORT`; or `ray://HOST:PORT`.',
+        'Ray cluster of `launcher = "ray"`: `HOST:PORT`, `ray://HOST:PORT`, or `local`, one that the run starts and ends. '
+        "`auto`: that of `RAY_ADDRESS`, else the one that this machine belongs to, else `local`.",
         min_length=1,
+        examples=["10.0.0.1:6379", "ray://10.0.0.1:10001"],
     )
     start_method: Literal["forkserver", "spawn"] = key(
         "forkserver",

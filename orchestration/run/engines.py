@@ -21,8 +21,7 @@ from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
 from orchestration.recipe.planner import longest_row, longrope_change, vocabulary_of
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import SyncSection
-from pipeline.node import announced
+from pipeline.node import AUTO, announced, is_loopback
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
@@ -241,7 +240,7 @@ def _vllm_rollout(
     if longrope_change(recipe) is not None:
         options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
-    if recipe.sync.transport == "collective" and recipe.adapters is None:
+    if recipe.weight_transport == "collective" and recipe.adapters is None:
         from stages.weights.collective import Credentials
 
         engine, files = VllmCollectiveEngine, (pipeline.tls_certificate, pipeline.tls_key, pipeline.tls_authority)
@@ -358,30 +357,38 @@ def _train_options(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def weight_publisher(recipe: Recipe, shared: Path, secret: bytes, route: str = "") -> Publisher:
+def sync_addresses(host: str, route: str, others: str) -> tuple[str, str]:
+    """Return the address to listen on for ``host``, a recipe's `sync_address`, and the one that other nodes are given.
+    ``route``, ``others``: see :func:`pipeline.node.announced`, whose errors it raises. Loopback stays loopback: `check`
+    refuses it where other machines start workers."""
+    name = host if is_loopback(host) else announced(host, route, others)
+    return (name if host == AUTO else host), name
+
+
+def weight_publisher(recipe: Recipe, shared: Path, secret: bytes, route: str = "", others: str = "") -> Publisher:
     """Make what rank 0 of the train engine publishes weights with. ``shared``: the run's folder in shared memory;
-    ``secret``: what engines of the run prove to know; ``route``: the own address on the way to the index."""
+    ``secret``: what engines of the run prove to know; ``route``, ``others``: addresses of this node, see
+    :func:`pipeline.node.announced`."""
     store = WeightStore(shared)
-    if recipe.sync.transport == "shared_memory":
+    if recipe.weight_transport == "shared_memory":
         return store
     from stages.weights.collective import WeightSender
 
     tls = recipe.pipeline.tls_contexts()
-    host = recipe.sync.serve
     try:
-        name = announced(host, route if host != SyncSection().serve else "")  # the default: engines are on this node
+        host, name = sync_addresses(recipe.sync_address, route, others)
         return WeightSender(store, host=host, advertise=name, secret=secret, tls=tls and tls[0])
     except ValueError as refused:
         raise ValueError(f"sync.{refused}") from refused
     except OSError as error:
         fix = "give the address under which engines reach the node that trains"
-        raise OSError(f"sync.serve = {recipe.sync.serve!r}: nothing can be served there ({error}); {fix}") from error
+        raise OSError(f"sync.serve = {recipe.sync_address!r}: nothing can be served there ({error}); {fix}") from error
 
 
 def weight_reader(recipe: Recipe, shared: Path, secret: bytes) -> Reader:
     """Make what a rollout engine reads published weights from: one copy that all engines of the node map, or where there is
     one engine a copy of its own. ``shared``: the folder in shared memory of the run's workers on this node."""
-    if recipe.sync.transport == "shared_memory" and recipe.replicas == 1:
+    if recipe.weight_transport == "shared_memory" and recipe.replicas == 1:
         return WeightStore(shared)
     from stages.weights.depot import Depot
 

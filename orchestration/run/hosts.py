@@ -36,13 +36,24 @@ from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import kind_of, remote_workers
-from orchestration.run.launchers import HEAD, HOSTS, LOST_SECONDS, ORDERS, OVER, REWINDS, ProcessLauncher, Pulse, beat
+from orchestration.run.launchers import (
+    HEAD,
+    HEADS_INDEX,
+    HOSTS,
+    LOST_SECONDS,
+    ORDERS,
+    OVER,
+    REWINDS,
+    ProcessLauncher,
+    Pulse,
+    beat,
+)
 from orchestration.run.paths import HOST_VARIABLE, RECIPE, RunPaths
 from orchestration.run.run import sweep_leftovers
 from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
-from pipeline.node import node_id, owned_prefix
+from pipeline.node import AUTO, node_id, owned_prefix
 from pipeline.warehouse.arena import shared_memory_directory
 from pipeline.warehouse.dock import Dock
 
@@ -54,8 +65,8 @@ LOOK_SECONDS = 1.0  # between two looks at a run that has not begun
 
 class Host:
     """Starts up to ``workers`` workers of the run ``run`` on this machine, with their logs in the run's folder, or where
-    that is not here in ``folder``. ``serve``: the address of its warehouse (0.0.0.0: announced is the one that leads to the
-    index). No other host of the run has the ``name``. ``forks`` forks the workers; by default it starts one."""
+    that is not here in ``folder``. ``serve``: the address of its warehouse (`auto`: the one that leads to the index). No
+    other host of the run has the ``name``. ``forks`` forks the workers; by default it starts one."""
 
     def __init__(
         self,
@@ -64,7 +75,7 @@ class Host:
         folder: Path,
         *,
         workers: int = 1,
-        serve: str = "0.0.0.0",
+        serve: str = AUTO,
         name: str = "",
         forks: ForkServer | None = None,
     ) -> None:
@@ -108,7 +119,7 @@ class Host:
                     return False
                 await self._index.wait("state", marker, LOOK_SECONDS)  # a service has not begun it yet
             recipe, paths = Recipe.from_json(recipe_json), RunPaths.from_json(paths_json)
-            self._index_is_heads = bool(recipe.pipeline.index_serve)
+            self._index_is_heads = await self._index.get(HEADS_INDEX) is not None
             if not remote_workers(recipe):
                 raise ValueError(
                     f"run: {self._index.run!r} starts all of its workers itself; set launch.remote_rollouts"

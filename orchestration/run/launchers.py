@@ -36,6 +36,7 @@ BEAT_SECONDS = 2.0  # between two signs of life of a host
 LOST_SECONDS = 10.0  # without one, a host is lost with its workers
 ORDERS, HOSTS = "orders", "hosts"  # a log, and the topic that wakes readers of documents about workers on hosts
 REWINDS = "rewinds"  # a document: how often the run went on from a checkpoint, and what hosts had was gone
+HEADS_INDEX = "heads-index"  # a document: the index ends with the run's head
 OVER = "over"  # in place of a sign of life: the host has seen that the run has ended
 HEAD = "head"  # in place of a host's name: in its signs of life; that of an order which none may take any more
 

@@ -18,7 +18,9 @@ import importlib
 import json
 import os
 import secrets
+import shlex
 import shutil
+import socket
 import tempfile
 import time
 import uuid
@@ -46,7 +48,7 @@ from orchestration.recipe.sections import LaunchSection
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.kinds import remote_workers
-from orchestration.run.launchers import REWINDS, InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
+from orchestration.run.launchers import HEADS_INDEX, REWINDS, InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
 from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import RECIPE, RunPaths
 from orchestration.run.supervisor import REWIND, Outcome, Supervisor, ending
@@ -55,9 +57,9 @@ from orchestration.service.registry import CHECKPOINT_REPORTED, LIVE
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.address import Address, split_password
-from pipeline.index.client import EVALUATED, OWN_ADDRESS, Index, IndexUnreachable
+from pipeline.index.client import EVALUATED, INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex, served_by_tls
-from pipeline.node import owned_prefix
+from pipeline.node import AUTO, own_address, owned_prefix
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.flow.graph import document
 from stages.threads import run_in_thread
@@ -109,7 +111,9 @@ class Run:
         self.evaluated: int | None = (
             None  # the newest version that was, of a resumed run; None: the one before its start
         )
+        self.joining = ""  # the command by which another machine joins it as a host, once that is known
         self._index: Index | None = None
+        self._hosts = RayHosts(recipe, self.out_dir) if recipe.launch.on_cluster else None
         self._up = asyncio.Event()
         self._over = False
         self._readers: set[asyncio.Event] = set()
@@ -212,10 +216,9 @@ class Run:
         shutil.rmtree(data, ignore_errors=True)
         pipeline, address = self.recipe.pipeline, None
         tls = pipeline.tls_contexts()
-        if pipeline.index_serve:
-            address = await asyncio.to_thread(
-                Address.parse, pipeline.index_serve, pipeline.tls_authority if tls else ""
-            )
+        if text := self.recipe.index_address:
+            text = await self._reached_at() if text == AUTO else text
+            address = await asyncio.to_thread(Address.parse, text, pipeline.tls_authority if tls else "")
         self.server = EmbeddedIndex(data, socket=sockets / "index.sock", address=address)
         await _start_index(self.server)
         async with served_by_tls(self.server, tls[0]) if tls and address else contextlib.nullcontext():
@@ -224,6 +227,18 @@ class Run:
                 _keep_index(self.server, self.recipe.launch, self._emit_restart),
             )
         return cast(Outcome, outcome)
+
+    async def _reached_at(self) -> str:
+        """Returns the address by which other machines reach this one, as far as it is known: that of the index, if it is
+        given, or by which the nodes of the Ray cluster reach it, or that of its network."""
+        if self._hosts is not None:
+            own = await self._hosts.connect()
+        else:
+            own = await asyncio.to_thread(own_address)
+        if (text := self.recipe.index_address) not in ("", AUTO):
+            host = Address.split(text)[0]
+            own = str((await asyncio.to_thread(socket.getaddrinfo, host, 0))[0][4][0])
+        return own
 
     async def _emit_restart(self, reason: str) -> None:
         event = WorkerEvent(stage="index", worker="index-0", change="restarted", reason=reason)
@@ -249,29 +264,38 @@ class Run:
         without, token = split_password(join)
         where = {"index": url, "run": self.id, "hosted": self._hosted, "join": without, "token": token}
         write_private(self.out_dir / WHERE, json.dumps(where))
+        if self.recipe.launch.remote_rollouts:
+            self.joining = self._joining_command(without, token)
         self._up.set()
         for notice in notices_of(self.recipe):
             log.warning("notice", recipe=str(notice))
-        hosts = RayHosts(self.recipe, self._index, join, self.out_dir) if self.recipe.launch.on_cluster else None
+        if self._hosts is not None:
+            self._hosts.begin(self._index, join)
         launch = self.recipe.launch
         budget = RestartBudget(launch.max_restarts, launch.restart_window)
-        try:
-            while (outcome := await self._supervise(stop, launcher, hosts)).state == REWIND:
-                if budget.take(time.monotonic()):
-                    outcome = Outcome(
-                        "failed", f"launch.max_restarts = {launch.max_restarts} is used up: {outcome.reason}"
-                    )
-                    await self._index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
-                    break
-                await self._rewind()
-        finally:
-            if hosts is not None:
-                await hosts.close()
+        while (outcome := await self._supervise(stop, launcher)).state == REWIND:
+            if budget.take(time.monotonic()):
+                outcome = Outcome("failed", f"launch.max_restarts = {launch.max_restarts} is used up: {outcome.reason}")
+                await self._index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
+                break
+            await self._rewind()
+        if self._hosts is not None:
+            await self._hosts.close()
         if readers := [asyncio.create_task(done.wait()) for done in self._readers]:
             _, late = await asyncio.wait(readers, timeout=READERS_SECONDS)
             for task in late:
                 task.cancel()
         return outcome
+
+    def _joining_command(self, join: str, token: str) -> str:
+        """Returns the command for a host of all remote workers. It has the password of an index of the run's own; another
+        one's is not shown."""
+        secret = {"ASYNCDOCK_HOST_TOKEN": token if self.server is not None else "PASSWORD"} if token else {}
+        variables = {INDEX_VARIABLE: join, **secret}
+        workers = self.recipe.launch.remote_rollouts
+        options = ["--run", self.id, *(["--workers", str(workers)] if workers > 1 else [])]
+        assigned = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        return " ".join([*assigned, "asyncdock host", *options])
 
     async def _rewind(self) -> None:
         """Prepare to go on from the newest checkpoint: samples of steps since were lost with a node, and these steps cannot
@@ -283,9 +307,9 @@ class Run:
         await self._index.put(REWINDS, str(int(await self._index.get(REWINDS) or 0) + 1))
         await self._index.wake("state")
 
-    async def _supervise(self, stop: asyncio.Event, launcher: Launcher, hosts: RayHosts | None) -> Outcome:
+    async def _supervise(self, stop: asyncio.Event, launcher: Launcher) -> Outcome:
         assert self._index is not None
-        remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe), hosts)
+        remote = RemoteLauncher(self._index, launcher, remote_workers(self.recipe), self._hosts)
         self.supervisor = Supervisor(self._index, remote, self.recipe, begins=self.begins, folder=self.out_dir)
         try:
             await remote.begin()
@@ -301,6 +325,8 @@ class Run:
         self._up.set()
         if not self._hosted:  # a run of a service may be taken over; it is removed when the run is concluded
             (self.out_dir / WHERE).unlink(missing_ok=True)
+        if self._hosts is not None:
+            await self._hosts.close()
         if self._index is not None:
             await self._index.close()
         if self._lock is not None:
@@ -374,8 +400,9 @@ class Run:
         await index.put("flow", json.dumps(document(flow)))
         await (index.put_once if begun else index.put)("place", place.to_json())
         await index.put_once("secret", secrets.token_hex(32))  # its nodes prove with it that they are of this run
-        if self.server is not None and self.server.address is not None:
-            await index.put(OWN_ADDRESS, self.server.address.host)
+        await index.put_own_address(await self._reached_at())
+        if self.server is not None:
+            await index.put(HEADS_INDEX, "1")
         await index.transition([""], "created")
 
 

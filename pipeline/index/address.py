@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import re
 import secrets
 import socket
@@ -23,13 +25,24 @@ class Address:
     def parse(cls, text: str, authority: str = "") -> Address:
         """Returns the address in ``text``, HOST or HOST:PORT, with a free port where none is given. Raises ValueError where
         it is none, and OSError where it cannot be listened on."""
+        host, port = cls.split(text)
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, port), family=family) as free:
+            return cls(host, free.getsockname()[1], authority)
+
+    @staticmethod
+    def split(text: str) -> tuple[str, int]:
+        """Returns host and port of HOST, HOST:PORT or [HOST]:PORT; 0 for no port. Raises ValueError where it is none.
+
+        >>> Address.split("[fd00::1]:6379"), Address.split("fd00::1")
+        (('fd00::1', 6379), ('fd00::1', 0))
+        """
+        with contextlib.suppress(ValueError):
+            return str(ipaddress.IPv6Address(text)), 0
         parts = urlsplit(f"//{text}")
         if not parts.hostname or parts.netloc != text or parts.username is not None:
             raise ValueError(f"{text!r} is no HOST or HOST:PORT")
-        port = parts.port or 0
-        family = socket.getaddrinfo(parts.hostname, 0, type=socket.SOCK_STREAM)[0][0]
-        with socket.create_server((parts.hostname, port), family=family) as free:
-            return cls(parts.hostname, free.getsockname()[1], authority)
+        return parts.hostname, parts.port or 0
 
     @property
     def url(self) -> str:

@@ -38,6 +38,7 @@ from pipeline.index.link import Link
 from pipeline.index.prompts import ExternalPromptCalls, PassRateCalls
 from pipeline.index.training import Training
 from pipeline.index.warehouses import Warehouses
+from pipeline.node import is_loopback, process_space
 
 __all__ = [  # of other modules, for the packages above
     "EVENTS_AT_ONCE",
@@ -60,7 +61,7 @@ UNLIMITED = 2**40
 # Environment variable with the index's URL. The URL may hold a password, and command lines are public.
 DROPPED = ("dropped", "dropped_tokens")  # fields of the ledger's event: groups and tokens by reason
 INDEX_VARIABLE = "ASYNCDOCK_INDEX"
-OWN_ADDRESS = "own-address"  # document of a run: address of its machine, where that has an index on a Unix socket
+OWN_ADDRESS = "own-address"  # document of a run: process space of its head, and address of that machine for others
 FORECAST = "forecast"  # document of a run: what its next steps will take, the newest `forecast` event as JSON
 EVALUATED = "evaluated"  # document of a run: the newest evaluated version
 ENGINES = (
@@ -205,10 +206,18 @@ class ResumePoint:
 class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Keys, Events, Logs):
     """The index of one run. Its own methods are about the run as a whole: its state, its documents, its figures."""
 
-    async def own_address(self) -> str:
-        """Returns the address of this machine on the way to the index, or by which the index is served to others; "" where
-        both are on this machine alone."""
-        return await super().own_address() or await self.get(OWN_ADDRESS) or ""
+    async def reach(self) -> tuple[str, str]:
+        """Returns the address of this machine on the way to the index, "" over a Unix socket; and the one by which other
+        machines reach it, where the first is on this machine alone and the run's head, which is here too, knows it."""
+        route = await self.own_address()
+        if route and not is_loopback(route):
+            return route, ""
+        space, _, address = (await self.get(OWN_ADDRESS) or "").partition(" ")
+        return route, address if space == process_space() else ""
+
+    async def put_own_address(self, address: str) -> None:
+        """Record ``address`` as the one by which other machines reach this one, which has the run's head."""
+        await self.put(OWN_ADDRESS, f"{process_space()} {address}")
 
     async def init(
         self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = (), rates: str = ""

@@ -20,7 +20,7 @@ from pipeline.first_of import cancel_all
 from pipeline.index.client import Index
 from pipeline.index.errors import BlockLost, WarehouseGone
 from pipeline.index.warehouses import Lost, WarehouseRecord
-from pipeline.node import announced, node_id
+from pipeline.node import AUTO, announced, node_id
 from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.wire.client import RemoteWarehouse
 from pipeline.warehouse.wire.protocol import WarehouseUnreachable
@@ -217,13 +217,14 @@ class WarehouseDirectory:
     # ── serving ──
 
     async def serve(self, host: str, port: int = 0, *, advertise: str | None = None) -> tuple[str, int]:
-        """Serve this node's warehouse to other nodes at ``host``, announced as ``advertise`` (default: ``host``, or where
-        that is 0.0.0.0, the own address on the way to the index). Returns the address. Raises ValueError where others
-        cannot reach it."""
+        """Serve this node's warehouse to other nodes at ``host``, announced as ``advertise`` (default: see
+        :func:`pipeline.node.announced`; `auto` listens on that address alone). Returns the address. Raises ValueError where
+        others cannot reach it."""
         home = await self.home()
         name = advertise
         if name is None:
-            name = await asyncio.to_thread(announced, host, await self._index.own_address())
+            name = await asyncio.to_thread(announced, host, *await self._index.reach())
+        host = name if host == AUTO else host
         await self._stop_serving()  # a former server's heartbeat would announce its old address
         context = self._tls[0] if self._tls else None
         self.server = WarehouseServer(

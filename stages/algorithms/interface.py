@@ -205,10 +205,9 @@ class Algorithm(BaseModel, ABC):
         """The first train batch that the policy learns from; in those before it a critic learns alone."""
         return 0
 
-    @property
-    def value_rate(self) -> float | None:
-        """Peak learning rate of a value head on the policy's trunk. None: the policy's."""
-        return None
+    def value_rate(self, learning_rate: float) -> float:
+        """Peak learning rate of a value head on the trunk of a policy whose own is ``learning_rate``."""
+        return learning_rate
 
     def critic_algorithm(self) -> Algorithm | None:
         """What a critic with an engine of its own is trained with, on the same rows: the loss reads the column ``values``,

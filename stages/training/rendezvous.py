@@ -17,7 +17,6 @@ from typing import Any
 
 from torch.distributed import HashStore, Store
 
-from pipeline.node import announced
 from stages.weights.depot import CONNECT_SECONDS
 from stages.weights.secret_socket import SecretServer, SecretSocket, connect
 
@@ -86,19 +85,19 @@ class HeldStore(HashStore):
 
 
 class Rendezvous:
-    """Rank 0's end: :attr:`store`, served on ``host`` at :attr:`address`. ``route``: the own address on the way to the
-    index; ``timeout``: seconds for which a rank waits for the others. Raises ValueError where other nodes cannot reach
-    ``host``, and OSError where it is no address of this machine."""
+    """Rank 0's end: :attr:`store`, served on ``host`` at :attr:`address`. ``advertise``: the address by which other nodes
+    reach it (default: ``host``); ``timeout``: seconds for which a rank waits for the others. Raises OSError where ``host``
+    is no address of this machine."""
 
     def __init__(
-        self, host: str, secret: bytes, *, route: str = "", timeout: float, tls: ssl.SSLContext | None = None
+        self, host: str, secret: bytes, *, advertise: str = "", timeout: float, tls: ssl.SSLContext | None = None
     ) -> None:
         self.store = HeldStore()
         self.store.set_timeout(timedelta(seconds=timeout))
         self._server = SecretServer(
             host, secret, lambda peer: serve_store(peer, self.store), timeout=IDLE_SECONDS, tls=tls
         )
-        self.address = (announced(host, route), self._server.address[1])
+        self.address = (advertise or host, self._server.address[1])
         self.store.own_address = _beyond_this_node(self.address[0])
 
     def close(self) -> None:

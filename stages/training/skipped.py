@@ -1,10 +1,11 @@
-"""Skipped steps: batches with a loss or gradient that is not finite, of which no step was taken.
+"""Skipped steps: batches with a loss or gradient that is not finite, of which no optimizer step was taken.
 
     train_batch raises FloatingPointError, on all ranks ──▶ rows to skipped/step-NNNNNNNN.jsonl ──▶ version + 1
                                                             └─ too many in a row ──▶ TooManySkipped: the run fails
 
 The step is recorded like any other, so the gate, the staleness bound and the number of steps need no exception; its version
-has the weights of the one before. A replay meets the same batch with the same weights, and skips it again.
+has the weights of the one before. A replay meets the same batch with the same weights, and skips it again. It is these
+weights that may be at fault, so no checkpoint is removed before a step is taken.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ class SkippedSteps:
 
     def __init__(self, recorder: Recorder, folder: Path, columns: Sequence[str], most: int) -> None:
         self._recorder, self._folder, self._columns, self._most = recorder, folder, tuple(columns), most
-        self._in_a_row = 0
+        self.in_a_row = 0  # up to now
 
     def end_row(self) -> None:
         """A step was taken."""
-        self._in_a_row = 0
+        self.in_a_row = 0
 
     async def add(self, step: int, claim: Claim, stale: Sequence[int], reason: str) -> None:
         """Count a skipped step and write its rows. A failing disk is logged."""
-        self._in_a_row += 1
+        self.in_a_row += 1
         path = self._folder / f"step-{step:08d}.jsonl"
         known = all(name in self._recorder.dock.schema for name in READ)
         samples = await self._recorder.read(step, claim, stale) if known else [{"step": step}] * len(claim)
@@ -64,7 +65,7 @@ class SkippedSteps:
         except OSError as refused:
             log.warning("the rows of a skipped step are not written", path=str(path), reason=str(refused))
         log.warning("step skipped", step=step, reason=reason, rows=str(path))
-        if self._in_a_row >= self._most:
+        if self.in_a_row >= self._most:
             raise TooManySkipped(
                 f"train.max_skipped_steps = {self._most}: as many steps in a row were skipped, step {step} because its "
                 f"{reason}; look for what is wrong with its rows in {path}"

@@ -26,7 +26,9 @@ from tests.api.served import Served
 from tests.api.serving import Client, problem, serving
 from tests.orchestration.runs import MOCK
 
-PATIENCE = 5.0  # seconds for the slowest of 100 answers beside an attack; with a machine of one's own it is 0.25
+# Seconds for an answer beside an attack; with a machine of one's own it is 0.25. That no request holds the others up is
+# judged by the processor time of each turn of the loop, see watchdog.py.
+PATIENCE = 60.0
 ENDLESS = "tests.api.endless:reward"
 
 
@@ -71,7 +73,7 @@ async def undisturbed(client: Client) -> AsyncGenerator[None, None]:
     yield
     over = True
     await asyncio.gather(*asking)
-    assert sorted(seconds)[int(0.99 * len(seconds))] < PATIENCE
+    assert max(seconds) < PATIENCE
 
 
 async def until(condition: Callable[[], Any], seconds: float = 20) -> None:

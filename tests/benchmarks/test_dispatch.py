@@ -148,7 +148,7 @@ def test_a_quick_run_moves_what_equation_4_says(
 
 def test_ctrl_c_takes_the_hosts_down(hosts: Network) -> None:
     hosts.__exit__()
-    command = [sys.executable, "benchmarks/dispatch_scale.py", "--nodes", "2", "--batches", "4", "--repeats", "99"]
+    command = [sys.executable, "-m", "benchmarks.dispatch_scale", "--nodes", "2", "--batches", "4", "--repeats", "99"]
     run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         assert run.stderr is not None

@@ -74,8 +74,8 @@ def test_what_is_carried_is_all_that_torch_and_transformers_do_not_bring() -> No
 def test_missing_packages_are_reported_with_a_fix() -> None:
     assert missing() == ""
     bare = subprocess.run(  # -S: nothing but the standard library
-        [sys.executable, "-S", "benchmarks/gpu_check.py"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True,
+        [sys.executable, "-S", "-m", "benchmarks.gpu_check"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True,
     )  # fmt: skip
     assert (bare.returncode, bare.stdout) == (2, "")
     assert bare.stderr.startswith("gpu_check: this Python lacks aiohappyeyeballs, aiohttp, ")
@@ -94,8 +94,8 @@ def test_make_gpu_check_installs_what_was_carried_for_another_python(tmp_path: P
         wheel.writestr("carried-1.0.dist-info/RECORD", "")
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\n[ "$1" = -m ] && exec {sys.executable} "$@"\n'
-        f'exec {sys.executable} -c "import carried, sys; print(carried.__file__, sys.argv[1])" "$1"\n'
+        f'#!/bin/sh\n[ "$2" = pip ] && exec {sys.executable} "$@"\n'
+        f'exec {sys.executable} -c "import carried, sys; print(carried.__file__, *sys.argv[1:])" "$@"\n'
     )
     python.chmod(0o755)
     command = ["make", "gpu-check", f"GPU_PYTHON={python}", f"GPU_WHEELS={wheels}", f"GPU_PACKAGES={packages}"]
@@ -103,5 +103,5 @@ def test_make_gpu_check_installs_what_was_carried_for_another_python(tmp_path: P
     for _ in range(2):  # the second time nothing is installed again
         done = subprocess.run(command, cwd=ROOT, env=inner, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == f"{packages / 'carried.py'} benchmarks/gpu_check.py"
+        assert done.stdout.splitlines()[-1] == f"{packages / 'carried.py'} -m benchmarks.gpu_check"
     assert "pip install" not in done.stdout

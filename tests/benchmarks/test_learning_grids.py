@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import staleness, waste
+from benchmarks import noisy_rewards, staleness, waste
 from benchmarks.learning import Trial, read_trials
+from stages.prompts import tasks
 
 SHORT = ["--set", "launch.launcher=inline", "--set", "train.steps=2", "--set", "train.warmup_steps=0"]
 
@@ -66,3 +68,16 @@ def test_a_score_must_be_reached_twice_in_a_row() -> None:
 
     assert waste.reached(of([0.1, 0.96, 0.5, 0.95, 1.0]), 0.95) == 1500
     assert waste.reached(of([0.1, 0.96, 0.5, 0.95]), 0.95) is None
+
+
+def test_a_systematic_error_belongs_to_a_response() -> None:
+    """The best and the worst responses are scored rightly; of those between, some are wrong, the same each time."""
+    words = ["".join(letters) for letters in itertools.product("abc", repeat=4)]
+    right = tasks.spelling(words, answer=["aaaa"] * len(words))
+    scores = noisy_rewards.systematic(words, answer=["aaaa"] * len(words))
+    assert scores == noisy_rewards.systematic(words, answer=["aaaa"] * len(words))
+    wrong = [share for share, score in zip(right, scores, strict=True) if share != score]
+    middle = sum(0 < share < 1 for share in right)
+    assert 0 < min(wrong) <= max(wrong) < 1
+    assert 0.2 < len(wrong) / middle < 0.5, "half, of which a third gets the right one by chance"
+    assert {score for score in scores if 0 < score < 1} == set(noisy_rewards.MIDDLE)

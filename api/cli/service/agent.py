@@ -95,8 +95,12 @@ def host_command(
     ] = Path("host"),
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Workers at the same time.")] = 1,
     serve: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="On which other nodes read this one's samples.")
-    ] = "0.0.0.0",
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="On which other nodes read this one's samples; `auto`: the one that leads to the index.",
+        ),
+    ] = "auto",
 ) -> None:
     """Start workers of a run that another machine executes. SIGTERM or Ctrl-C ends them; the run starts them elsewhere."""
     try:

@@ -23,13 +23,13 @@ from orchestration.recipe.load import fixed_problems, override, parse_recipe
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import Problem, RecipeError, suggest
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import TLS_FILES, SyncSection
+from orchestration.recipe.sections import TLS_FILES
 from orchestration.recipe.values import format_size
 from pipeline.index.address import redacted
+from pipeline.node import AUTO, LOOPBACK
 from stages.prompts.files import Reading
 
 LONGEST_NAME = 64
-LISTEN_BY_DEFAULT = SyncSection().serve
 SHIPPED = Path(__file__).resolve().parents[3] / "recipes"
 ASK = "ask the operator for {}"
 
@@ -160,9 +160,9 @@ class _Submission:
         place, to_urls = "is a place to which runs of this service copy nothing", ASK.format("--allow-checkpoints")
         for key, allowed, wrong, fix in (
             ("pipeline.index", ("embedded",), "is chosen by the service", "leave it out"),
-            ("pipeline.index_serve", (), "is chosen by the service", "leave it out"),
+            ("pipeline.index_serve", (AUTO,), "is chosen by the service", "leave it out"),
             ("checkpoint.url", urls, place, f"leave it out, or {to_urls}"),
-            ("pipeline.serve", self.settings.allow_listen, port, f"leave it out, or {ask}"),
+            ("pipeline.serve", (AUTO, *self.settings.allow_listen), port, f"leave it out, or {ask}"),
         ):
             if (value := self.value(key)) not in (None, "", *allowed):
                 self.refuse(key, value, wrong, fix, "embedded" if key == "pipeline.index" else "")
@@ -178,12 +178,24 @@ class _Submission:
             self.refuse("launch.address", cluster, wrong, fix, "auto")
             override(self.data, "launch.launcher", "process")
         address, fix = self.value("sync.serve"), f"take sync.transport and sync.serve out, or {ask}"
-        if self.value("sync.transport") != "collective" or self._may_listen(address or LISTEN_BY_DEFAULT):
-            return
-        if address is None:
-            self.refuse("sync.transport", "collective", port, fix, "shared_memory")
+        address = None if address == AUTO else address
+        on_ray = self.value("launch.launcher") == "ray"
+        others = on_ray or self.value("launch.remote_rollouts")
+        if others and (address is None or self.value("pipeline.serve") in (None, AUTO)):
+            if not self._may_listen("0.0.0.0"):  # addresses that are derived may be any of this machine
+                key, plain = ("launch.launcher", "process") if on_ray else ("launch.remote_rollouts", 0)
+                wrong = "has the run listen for other machines, which a request may not"
+                to_listen = ASK.format("--allow-listen 0.0.0.0")
+                self.refuse(key, self.value(key), wrong, f"leave it out, or {to_listen}", plain)
+            default = "0.0.0.0"
         else:
-            self.refuse("sync.serve", address, port, fix, LISTEN_BY_DEFAULT)
+            default = LOOPBACK
+        if (self.value("sync.transport") != "collective" and not others) or self._may_listen(address or default):
+            return
+        if address is not None:
+            self.refuse("sync.serve", address, port, fix, LOOPBACK)
+        elif not others:
+            self.refuse("sync.transport", "collective", port, fix, "shared_memory")
 
     def _may_listen(self, address: Any) -> bool:
         return isinstance(address, str) and address in self.settings.allow_listen

@@ -9,10 +9,8 @@ is imported only to ask its engines whether they can run a model of the user's.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
 from pipeline.compat.extras import extra, install, is_installed
-from pipeline.index.address import Address, redacted
+from pipeline.index.address import redacted
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
@@ -408,33 +406,6 @@ def shared_memory_has_room(recipe: Recipe, environment: Environment) -> Iterator
         wrong = f"is {format_size(arena)}, and {format_size(free)} of shared memory are free in {memory}"
         fix = "use less, or give the machine or container more (--shm-size)"
         yield problem(recipe, "pipeline.arena", wrong, fix)
-
-
-@machine_check("pipeline.serve")
-def warehouse_can_be_served(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    address = recipe.pipeline.serve
-    if not environment.devices or not address:
-        return
-    try:
-        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-        socket.create_server((address, 0), family=family).close()
-    except (OSError, UnicodeError) as error:
-        wrong = f"cannot be listened on ({error})"
-        fix = "give a name or an address of this machine, without a port: a free one is taken"
-        yield problem(recipe, "pipeline.serve", wrong, fix)
-
-
-@machine_check("pipeline.index_serve")
-def index_can_be_served(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    if not environment.devices or not (text := recipe.pipeline.index_serve):
-        return
-    try:
-        host = Address.parse(text).host
-        if any(ipaddress.ip_address(found[4][0]).is_unspecified for found in socket.getaddrinfo(host, 0)):
-            raise ValueError("it stands for all addresses of this machine")
-    except (OSError, ValueError) as error:
-        fix = "give an address of this machine that leads here from the others, with or without a free port"
-        yield problem(recipe, "pipeline.index_serve", f"cannot be listened on ({error})", fix)
 
 
 def free_bytes(folder: Path) -> int | None:

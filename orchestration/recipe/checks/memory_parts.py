@@ -33,7 +33,7 @@ MAPPED_BYTES = 32 * 2**20  # glibc returns larger blocks to the system when they
 # activations that were freed, and the next one's find less room there.
 KEPT_BUFFERS, KEPT_ACTIVATIONS, KEPT_SEVERAL, KEPT_WEIGHTS = 20 * 2**20, 0.3, 0.6, 1.25
 KEPT_GATHERED = 2  # measured: times the layers, which a rank of several gathers and frees in both passes
-HOST_PARTS = ("verified copy", "checkpoint copy")  # lie in host memory whatever the engine's device is
+HOST_PARTS = ("verified copy", "checkpoint copy", "undo copy")  # lie in host memory whatever the engine's device is
 CPU_PARTS = ("kept",)  # only where the engine is on a CPU
 Engine = Literal["train", "rollout", "reference", "critic"]
 Parts = dict[str, int]
@@ -150,6 +150,7 @@ def train_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, lea
         "activations": activations,
         "logits": logits,
         "checkpoint copy": 3 * share * trained,
+        "undo copy": 3 * share * trained if recipe.keeps_undo else 0,
         "kept": kept,
     }
 

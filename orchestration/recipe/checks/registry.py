@@ -22,11 +22,13 @@ from stages.prompts.files import Reading
 @dataclass
 class Environment:
     """What a recipe is compared with: files, read within ``reading``; the disk of ``folder``; this machine's devices if
-    ``devices``. ``prompts`` has what was read of each source of prompts, by its key in the recipe."""
+    ``devices``, and its addresses if ``here``. ``prompts`` has what was read of each source of prompts, by its key in the
+    recipe."""
 
     reading: Reading
     folder: Path
     devices: bool
+    here: bool
     prompts: dict[str, PromptCheck] = field(default_factory=dict, init=False)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 import sys
 from collections.abc import Iterator
@@ -16,10 +15,8 @@ from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.planner import arena_bytes, config_of, heads_of
 from orchestration.recipe.problems import Problem, value_or_none
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import TLS_FILES, CriticSection, TrainSection
+from orchestration.recipe.sections import CriticSection, TrainSection
 from orchestration.recipe.values import format_size
-from pipeline.compat.extras import install, is_installed
-from pipeline.index.address import redacted
 from pipeline.staleness import passing_steps
 from stages.engines.strategies import fits_ulysses
 
@@ -166,36 +163,6 @@ def arena_has_room(recipe: Recipe) -> Iterator[Problem]:
         wrong = f"is {format_size(arena)}, but {format_size(needed)} may be alive at once"
         fix = f"set pipeline.arena = '{-(-needed // 2**20)}MiB', or lower checkpoint.every or pipeline.staleness"
         yield problem(recipe, "pipeline.arena", wrong, fix)
-
-
-@check("pipeline.index_serve", "pipeline.index")
-def the_index_that_is_served_is_the_runs_own(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.pipeline.index_serve and recipe.pipeline.index != "embedded":
-        wrong = f"is for an embedded index, and pipeline.index = {redacted(recipe.pipeline.index)!r}"
-        yield problem(recipe, "pipeline.index_serve", wrong, "take one of the two out")
-
-
-@check("pipeline.serve", "pipeline.index_serve", "sync.transport", *(f"pipeline.{name}" for name in TLS_FILES))
-def tls_files_fit(recipe: Recipe) -> Iterator[Problem]:
-    files = {f"pipeline.{name}": getattr(recipe.pipeline, name) for name in TLS_FILES}
-    if not any(files.values()):
-        return
-    for key, value in files.items():
-        if not value:
-            yield Problem(key, value, "is missing", f"give all of {', '.join(files)}, or none for no TLS")
-        elif not os.path.isfile(value):
-            yield Problem(key, value, "is no file", "give the path of a PEM file")
-    if not recipe.pipeline.serve and not recipe.pipeline.index_serve and recipe.sync.transport != "collective":
-        wrong = "is empty: no other node connects, so that TLS protects nothing"
-        yield problem(
-            recipe, "pipeline.serve", wrong, "set pipeline.serve to this node's address, or take the tls_ keys out"
-        )
-    if all(os.path.isfile(value) for value in files.values()):
-        try:
-            recipe.pipeline.tls_contexts()
-        except OSError as error:
-            fix = "give a PEM certificate with its own private key, and the authority's certificate"
-            yield problem(recipe, "pipeline.tls_certificate", f"cannot be used ({error})", fix)
 
 
 @check("external", "evaluate.every", "train.dp", "train.tp")
@@ -479,7 +446,7 @@ def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
         if stage in recipe.external.stages:
             wrong = f"gives {stage!r} to another program, while {colocated} runs both on one device"
             yield problem(recipe, "external.stages", wrong, "set launch.placement = 'separate'")
-    if recipe.sync.transport != "shared_memory":
+    if recipe.sync.transport == "collective":
         wrong = f"is between separate devices, and with {colocated} trainer and engine share theirs"
         yield problem(recipe, "sync.transport", wrong, "leave it out: they exchange slices")
     if rollout.device != train.device:
@@ -487,62 +454,9 @@ def colocation_is_possible(recipe: Recipe) -> Iterator[Problem]:
         yield problem(recipe, "rollout.device", wrong, f"set rollout.device = {train.device!r}")
 
 
-@check(
-    *("launch.remote_rollouts", "launch.launcher", "launch.placement", "external"),
-    *("rollout.workers", "pipeline.index", "pipeline.index_serve", "pipeline.serve", "sync.transport", "sync.serve"),
-)
-def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
-    launch, pipeline, sync = recipe.launch, recipe.pipeline, recipe.sync
-    if not launch.remote_rollouts and not launch.on_cluster:
-        return
-    where = "other machines start workers"
-    no_rollouts = recipe.colocated or not recipe.runs_stage("rollout")
-    if launch.remote_rollouts and (launch.remote_rollouts > recipe.rollout.workers or no_rollouts):
-        wrong = f"is more than rollout.workers = {recipe.rollout.workers}"
-        if no_rollouts:
-            wrong = "are rollout workers, of which this run starts none by themselves"
-        yield problem(recipe, "launch.remote_rollouts", wrong, "lower it, or set rollout.workers")
-    if launch.remote_rollouts and launch.launcher != "process":
-        one = "places all of them itself" if launch.on_cluster else "has one process"
-        yield problem(recipe, "launch.launcher", f"{one}, but {where}", "set launch.launcher = 'process'")
-    if not pipeline.index.startswith(("redis://", "rediss://")) and not pipeline.index_serve:
-        fix = "set pipeline.index_serve, or the redis:// or rediss:// URL of a server that all machines reach"
-        yield problem(recipe, "pipeline.index", f"is on this machine alone, but {where}", fix)
-    if not pipeline.serve:
-        fix = "set pipeline.serve = '0.0.0.0', or the address of this machine"
-        yield problem(recipe, "pipeline.serve", f"is empty, but {where}, which read its prompts", fix)
-    if sync.transport != "collective":
-        wrong = f"is the memory of one machine, but {where}"
-        yield problem(recipe, "sync.transport", wrong, "set sync.transport = 'collective'")
-    elif sync.serve == type(sync)().serve:
-        wrong = f"is reached from this machine alone, but {where}"
-        yield problem(recipe, "sync.serve", wrong, "set sync.serve = '0.0.0.0', or the address of this machine")
-
-
 def _cores(recipe: Recipe) -> int:
     """The cores that the workers with engines have together; of a cluster's nothing is known before it is asked."""
     return sys.maxsize if recipe.launch.on_cluster else os.cpu_count() or 1
-
-
-@check("launch.launcher", "launch.placement", "launch.address", "rollout.device", "train.device", "critic.device")
-def a_cluster_places_the_workers(recipe: Recipe) -> Iterator[Problem]:
-    launch = recipe.launch
-    if not launch.on_cluster:
-        if launch.address != type(launch)().address:
-            yield problem(
-                recipe, "launch.address", "is of a Ray cluster", "set launch.launcher = 'ray', or leave it out"
-            )
-        return
-    if not is_installed("ray"):
-        yield problem(recipe, "launch.launcher", "needs Ray, which is not installed", install("ray"))
-    if recipe.colocated:
-        wrong = "is of one machine so far, while launch.launcher = 'ray' places workers on several"
-        yield problem(recipe, "launch.placement", wrong, "set launch.placement = 'separate'")
-    for key in ("rollout.device", "train.device", "critic.device"):
-        device = operator.attrgetter(key)(recipe)
-        if device is not None and ":" in device:
-            kind, wrong = device.partition(":")[0], "has the number of a device, which Ray gives"
-            yield problem(recipe, key, wrong, f"set {kind!r}")
 
 
 @check(

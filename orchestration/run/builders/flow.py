@@ -40,9 +40,9 @@ class FlowJob(Job):
 
     async def build(self) -> None:
         recipe = self.recipe
-        if recipe.pipeline.serve:
+        if recipe.warehouse_address:
             try:
-                host, port = await self.dock.serve(recipe.pipeline.serve)
+                host, port = await self.dock.serve(recipe.warehouse_address)
             except ValueError as refused:
                 raise ValueError(f"pipeline.{refused}") from refused
             log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))

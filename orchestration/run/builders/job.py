@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 from orchestration.guard.rules import SCORES
 from orchestration.recipe.flow import algorithm_of, flow_of
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import SyncSection
 from orchestration.rewards.pool import reward_pool, reward_set
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
-from orchestration.run.engines import sampling_of, tokenizer_of
+from orchestration.run.engines import sampling_of, sync_addresses, tokenizer_of
 from orchestration.run.paths import RunPaths
 from orchestration.service.registry import CHECKPOINT_REPORTED
 from pipeline.controller import Controller, Stage
 from pipeline.index.client import Index
+from pipeline.node import LOOPBACK
 from pipeline.spans import Spans
 from pipeline.warehouse.dock import Dock
 from stages.algorithms import NamedAlgorithm
@@ -133,13 +133,12 @@ class Job:
             address = (order["address"][0], order["address"][1])
             joining = functools.partial(join_rendezvous, address, self.secret, timeout=timeout, tls=tls and tls[1])
             return await asyncio.to_thread(joining)
-        default = SyncSection().serve  # the ranks are on one node
-        host = recipe.sync.serve if recipe.sync.transport == "collective" else default
-        route = await self.index.own_address() if host != default else ""
+        host = recipe.sync_address if recipe.weight_transport == "collective" else LOOPBACK  # the ranks are on one node
         try:
-            met = Rendezvous(host, self.secret, route=route, timeout=timeout, tls=tls and tls[0])
+            host, name = await asyncio.to_thread(sync_addresses, host, *await self.index.reach())
         except ValueError as refused:
             raise ValueError(f"sync.{refused}") from refused
+        met = Rendezvous(host, self.secret, advertise=name, timeout=timeout, tls=tls and tls[0])
         self.resources.callback(met.close)
         await rank_group.broadcast("meet", address=met.address)
         return met.store

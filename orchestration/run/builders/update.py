@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -35,6 +36,8 @@ from stages.training.skipped import SkippedSteps
 from stages.training.update import Update
 from stages.weights.store import Publisher
 
+ALL = sys.maxsize  # checkpoints that are kept while batches are skipped: the weights of the newest may be at fault
+
 
 class UpdateJob(Job):
     """Trains: one rank of the train engine."""
@@ -49,7 +52,7 @@ class UpdateJob(Job):
 
     async def build(self) -> None:
         await self.make_engine()
-        publisher = weight_publisher(self.recipe, self.paths.shared, self.secret, await self.index.own_address())
+        publisher = weight_publisher(self.recipe, self.paths.shared, self.secret, *await self.index.reach())
         self.resources.callback(publisher.close)
         if self.ranks.rank:
             self.make_rank_worker(DeviceLease(), publisher)
@@ -198,6 +201,7 @@ class UpdateJob(Job):
             writing = await self._writer.begin(partial)
         self._saved, self._answered = version, request or self._answered
         exposed = time.monotonic() - began
+        keep = ALL if self.stage.skipped is not None and self.stage.skipped.in_a_row else self.recipe.checkpoint.keep
 
         async def complete() -> None:
             with self._spans.during("checkpoint", version=version), self._refusals(version):
@@ -206,9 +210,8 @@ class UpdateJob(Job):
                     await self.critic.until_saved()
                     if self.paths.url:  # it may be on another node
                         await asyncio.to_thread(CheckpointStore(self.paths.url).fetch_staged, partial)
-                keep = self.recipe.checkpoint.keep
                 written = await asyncio.to_thread(checkpoint.finish, folder, self.tokenizer, version, point, keep)
-                await self._push(written)
+                await self._push(written, keep)
             await self._report(written, bool(request), exposed, time.monotonic() - began)
             if request:
                 await self.index.put(CHECKPOINT_WRITTEN, request)
@@ -230,12 +233,12 @@ class UpdateJob(Job):
                 raise refused from error
             raise
 
-    async def _push(self, written: Checkpoint) -> None:
-        """Copy a checkpoint to ``checkpoint.url``, if there is one. Raises DiskRefused."""
+    async def _push(self, written: Checkpoint, keep: int = ALL) -> None:
+        """Copy a checkpoint to ``checkpoint.url``, if there is one, where the newest ``keep`` stay. Raises DiskRefused."""
         if self.paths.url:
             try:
                 store = await asyncio.to_thread(CheckpointStore, self.paths.url)
-                await asyncio.to_thread(store.push, written.path, self.recipe.checkpoint.keep)
+                await asyncio.to_thread(store.push, written.path, keep)
             except StoreRefused as refused:
                 raise checkpoint.DiskRefused(str(refused)) from refused
 

@@ -21,8 +21,6 @@ local function free(run, block)
   if before then
     local length = int(call('ZSCORE', sizes, before))
     if before + length == offset then
-      call('ZREM', addresses, before)
-      call('ZREM', sizes, before)
       offset, size = int(before), length + size
     end
   end

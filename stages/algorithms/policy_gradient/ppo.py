@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from stages.algorithms.batch import TrainBatch
 
+HEAD_RATE = 10  # times the policy's learning rate (docs/measurements/algorithms.md)
+
 
 class ValueLearner(Algorithm):
     """The options and formulas that a policy with a critic and a critic of its own share."""
@@ -125,7 +127,7 @@ class PPO(PolicyGradient, ValueLearner):
         default=None,
         gt=0,
         description="Peak learning rate of the value head on the policy's trunk, by the schedule of `train`. A critic of "
-        "its own has `critic.learning_rate`. Default: `train.learning_rate`.",
+        "its own has `critic.learning_rate`. Default: ten times `train.learning_rate`.",
     )
     critic_warmup_steps: int = Field(
         default=0,
@@ -147,9 +149,8 @@ class PPO(PolicyGradient, ValueLearner):
     def policy_begins(self) -> int:
         return self.critic_warmup_steps
 
-    @property
-    def value_rate(self) -> float | None:
-        return self.value_learning_rate
+    def value_rate(self, learning_rate: float) -> float:
+        return self.value_learning_rate or HEAD_RATE * learning_rate
 
     @property
     def scores(self) -> Mapping[str, RunsOn]:

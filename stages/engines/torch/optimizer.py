@@ -44,16 +44,15 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
 
 
 def learning_rates_at(
-    version: int, schedule: Mapping[str, Any], policy_begins: int, value_peak: float | None
+    version: int, schedule: Mapping[str, Any], peaks: tuple[float, float], policy_begins: int
 ) -> tuple[float, float]:
     """Return the learning rates of the policy and of its value head for the train batch ``version``.
 
-    ``schedule``: arguments of :func:`learning_rate_at`, by which the value head's rate goes from the first train batch on,
-    and the policy's from ``policy_begins`` on; before, it is 0. ``value_peak`` None: the policy's."""
-    of_values = {**schedule, "peak": value_peak or schedule["peak"]}
-    of_policy = {**schedule, "total_steps": schedule["total_steps"] - policy_begins}
+    ``schedule``: arguments of :func:`learning_rate_at`. The value head's rate goes by it from the first train batch on; the
+    policy's from ``policy_begins`` on, and is 0 before. ``peaks``: of the policy and of the value head."""
+    of_policy = {**schedule, "peak": peaks[0], "total_steps": schedule["total_steps"] - policy_begins}
     policy_rate = learning_rate_at(version - policy_begins, **of_policy) if version >= policy_begins else 0.0
-    return policy_rate, learning_rate_at(version, **of_values)
+    return policy_rate, learning_rate_at(version, **{**schedule, "peak": peaks[1]})
 
 
 def adamw(

@@ -288,9 +288,8 @@ class TorchTrainEngine:
                 f"loss is not defined at step {self.version}: loss_mask leaves no token of the batch to train on"
             )
         self._critic_alone = self.version < algorithm.policy_begins
-        of_policy, of_values = learning_rates_at(
-            self.version, self._schedule, algorithm.policy_begins, algorithm.value_rate
-        )
+        peaks = self._schedule["peak"], algorithm.value_rate(self._schedule["peak"])
+        of_policy, of_values = learning_rates_at(self.version, self._schedule, peaks, algorithm.policy_begins)
         rates = set_rates(self._optimizer, of_policy * algorithm.signal(given), of_values)
         passes = mini_batches * algorithm.epochs
         # AdamW moves a weight by a few times the learning rate at most, so one step overflows only with a very large one.

@@ -63,14 +63,13 @@ async def test_what_passes_is_tried_again(service: Service, client: Client, faul
 
 async def test_retry_after_is_the_least_wait(service: Service, client: Client) -> None:
     service.faults.append(busy(429, "2"))
-    client.patience = 1.0
-    began = asyncio.get_running_loop().time()
+    waits: list[float] = []
+    client.patience, client.on_retry = 1.0, lambda failure, seconds: waits.append(seconds)
     with pytest.raises(ApiProblem) as refused:  # it may not wait for so long, so it does not begin to
         await client.run(RUN)
     assert refused.value.status == 429
-    assert asyncio.get_running_loop().time() - began < 1.0
-    waits: list[float] = []
-    client.patience, client.on_retry = 10.0, lambda failure, seconds: waits.append(seconds)
+    assert not waits
+    client.patience = 10.0
     service.faults.append(busy(503, "0.2"))  # no whole number, as the header must have: our own wait counts
     service.faults.append(busy(503, "1"))
     await client.run(RUN)

@@ -91,6 +91,12 @@ def test_the_parts_follow_the_recipe(minimal: Path) -> None:
     assert one["train"]["weights"] == 4 * SMOLLM2
     assert one["train"]["optimizer"] == 2 * one["train"]["weights"]
     assert one["train"]["checkpoint copy"] == 3 * one["train"]["weights"]
+    assert one["train"]["undo copy"] == 0
+    for several in ("epochs=2", "mini_batches=2"):
+        undone = memory_of(
+            load_recipe(minimal, [*BIG, f"algorithm.options.{several}", "train.dp=2", "train.token_budget=1024"])
+        )["train"]
+        assert undone["undo copy"] == one["train"]["checkpoint copy"] / 2
     assert one["train"]["activations"] > 4 * other["train"]["activations"]
     assert plan(load_recipe(minimal, list(BIG))).memory == one
     two = memory_of(load_recipe(minimal, [*BIG, "train.dp=2", "train.token_budget=2048"]))["train"]

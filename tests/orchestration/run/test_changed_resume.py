@@ -57,6 +57,15 @@ async def test_another_learning_rate_and_schedule_hold_from_the_next_step_on(tmp
     assert 0 < moved < 3 * sum(expected) * 1.5
 
 
+async def test_the_learning_rate_goes_on_by_versions_with_other_numbers_of_optimizer_steps(tmp_path: Path) -> None:
+    options = {"scale_learning_rate": False}
+    of = recipe(TINY, algorithm__options=options, pipeline__staleness=0, train__steps=3, train__schedule="linear")
+    await complete(Run.create(of, tmp_path / "run"))
+    several = "algorithm.options={scale_learning_rate=false, epochs=2, mini_batches=3}"
+    watched, _ = await resumed(tmp_path / "run", "train.steps=5", several)
+    assert [step["learning_rate"] for step in watched.of("step")] == pytest.approx([3e-3 * 2 / 5, 3e-3 * 1 / 5])
+
+
 async def test_the_cadence_of_evaluations_and_checkpoints_and_how_far_ahead_it_runs_may_change(tmp_path: Path) -> None:
     of = recipe(TINY, train__steps=4, checkpoint__every=4, pipeline__staleness=2)
     await complete(Run.create(of, tmp_path / "run"))
@@ -113,7 +122,6 @@ async def test_a_run_goes_on_in_another_index_over_the_network_and_back(index_ur
         ("seed=1", "seed"),
         ("model.dtype=bfloat16", "model.dtype"),
         ("prompts.held_out=0.5", "prompts.held_out"),
-        ("algorithm.options={epochs=2}", "algorithm.options.epochs"),
         ("train={steps=9,groups_per_step=2}", "train.groups_per_step"),
         ("train.precision=mixed", "train.precision"),
         ("external.stages=['reward']", "external.stages"),

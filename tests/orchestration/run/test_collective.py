@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestration.recipe.problems import RecipeError
+from orchestration.run.engines import weight_publisher
 from orchestration.run.run import Run
 from stages.weights.depot import Depot
 from tests.orchestration.run.test_run import (
@@ -73,11 +74,13 @@ async def test_several_replicas_follow_a_trainer_of_several_ranks_and_any_of_the
     assert all(sync["gap_max"] < sync["gap_max_limit"] for sync in watched.of("sync") if "gap_max" in sync)
 
 
-async def test_an_address_that_is_not_the_trainers_fails_the_run_with_its_name(tmp_path: Path) -> None:
-    of = recipe(MOCK, sync__transport="collective", sync__serve="192.0.2.1", launch__max_restarts=0)
-    _, result = await complete(Run.create(of, tmp_path / "run"))
-    assert result.state == "failed"
-    assert "sync.serve = '192.0.2.1': nothing can be served there" in result.reason
+def test_an_address_that_is_not_the_trainers_is_refused_with_its_name(tmp_path: Path) -> None:
+    collective = {"sync__transport": "collective", "sync__serve": "192.0.2.1"}
+    with pytest.raises(RecipeError, match=r'sync\.serve = "192\.0\.2\.1": cannot be listened on'):
+        recipe(MOCK, **collective)
+    on_ray = recipe(MOCK, **collective, launch__launcher="ray")  # it may be an address of the node that has the trainer
+    with pytest.raises(OSError, match=r"sync\.serve = '192\.0\.2\.1': nothing can be served there"):
+        weight_publisher(on_ray, tmp_path, secret=b"sixteen or more bytes", route="192.0.2.8")
 
 
 def test_it_is_not_for_engines_that_share_the_trainers_device() -> None:

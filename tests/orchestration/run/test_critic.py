@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from itertools import pairwise
@@ -15,11 +16,13 @@ from safetensors.torch import load_file
 from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
+from orchestration.recipe.schema import Recipe
 from orchestration.run.checkpoint import CRITIC
-from orchestration.run.engines import critic_engine
+from orchestration.run.engines import critic_engine, train_engine
 from orchestration.run.kinds import workers_of
 from orchestration.run.run import Run
 from stages.engines.torch.critic import VALUE_HEAD
+from tests.orchestration import scores
 from tests.orchestration.run.test_run import assert_each_sample_once, assert_equal, assert_nothing_left, trained
 from tests.orchestration.runs import TINY, complete, executing, recipe
 
@@ -105,6 +108,43 @@ async def test_a_critic_on_ranks_is_that_of_the_plain_loop_but_for_the_order_of_
     result.checkpoint.load_into(engine, CRITIC)
     for name, value in state_of(engine).items():
         assert (value - learned[name]).norm() <= 1e-3 * learned[name].norm() + 1e-6, name
+
+
+def weights_at_the_start(of: Recipe) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in train_engine(of).weights()}
+
+
+async def test_a_batch_that_the_critic_alone_cannot_learn_from_neither_of_them_learns_from(tmp_path: Path) -> None:
+    """Squared errors of rewards of 2e37 overflow; advantages are whitened, so the policy has a finite loss. A kill after it
+    makes both replay."""
+    overflowing = {"reward__functions": [{"name": f"{scores.HERE}:overflowing"}]}
+    options = {"algorithm__options": {"critic": "own", "epochs": 1, "whiten": True}}
+    keys = {"train__steps": 8, "checkpoint__every": 8, "launch__launcher": "process"}
+    of = recipe(TINY, **OWN | overflowing | options | keys)
+    policy, critic, skipped = weights_at_the_start(of), state_of(critic_engine(of)), []
+    async for step in synchronous_run(of):
+        before = policy, critic
+        policy = {name: value.clone() for name, value in step.engine.weights()}
+        critic = state_of(step.critic)
+        if math.isnan(step.metrics["loss"]):
+            skipped.append(step.step)
+            assert_equal(policy, before[0])
+            assert_equal(critic, before[1])
+    assert 0 < len(skipped) < 8
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("step")) > skipped[0])
+        assert watched.run.supervisor is not None
+        os.kill(watched.run.supervisor.pids()["critic-0"], signal.SIGKILL)
+        result = await work
+    assert result.state == "finished", result.reason
+    steps = watched.of("step")
+    assert [step["step"] for step in steps if step.get("skipped")] == skipped
+    assert all(steps[at]["skipped"].startswith("critic: gradient norm is") for at in skipped)
+    assert_equal(trained(of, result), policy)
+    assert result.checkpoint is not None
+    engine = critic_engine(of)
+    result.checkpoint.load_into(engine, CRITIC)
+    assert_equal(state_of(engine), critic)
 
 
 async def test_a_stopped_run_goes_on_with_its_critic_and_another_run_begins_with_it(tmp_path: Path) -> None:

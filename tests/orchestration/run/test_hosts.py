@@ -21,15 +21,7 @@ from tests.orchestration.runs import MOCK, recipe
 from tests.servers import self_signed
 
 PAGE = Path(__file__).parents[3] / "docs" / "two-machines.md"
-REMOTE: dict[str, Any] = {
-    "rollout__workers": 2,
-    "launch__remote_rollouts": 1,
-    "launch__launcher": "process",
-    "pipeline__index": "redis://a.server",
-    "pipeline__serve": "0.0.0.0",
-    "sync__transport": "collective",
-    "sync__serve": "0.0.0.0",
-}
+REMOTE: dict[str, Any] = {"rollout__workers": 2, "launch__remote_rollouts": 1, "launch__launcher": "process"}
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:
@@ -55,8 +47,7 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
     assert begun.state == "finished", begun.reason
     with two_machines(tmp_path) as machines:
         pem = self_signed(tmp_path, machines.address(0), machines.address(1))
-        keys = {**REMOTE, "pipeline__index": "embedded", "pipeline__index_serve": machines.address(0)}
-        keys |= {"pipeline__tls_certificate": pem / "cert.pem", "pipeline__tls_key": pem / "key.pem"}
+        keys = {**REMOTE, "pipeline__tls_certificate": pem / "cert.pem", "pipeline__tls_key": pem / "key.pem"}
         keys |= {"pipeline__tls_authority": pem / "cert.pem", "train__steps": 5000, "launch__max_restarts": 100}
         changes = [part for key, value in keys.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
         with (tmp_path / "head.log").open("w") as log:

@@ -35,8 +35,14 @@ def expected_skips(of: Recipe) -> list[int]:
     return sorted({g // per_step for g in range(of.train.steps * per_step) if prompts.prompt(g).text == scores.BAD})
 
 
-async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_a_replay(tmp_path: Path) -> None:
-    of = recipe(TINY, **SKIPPING, checkpoint__every=8)
+SEVERAL: dict[str, Any] = {"scale_rewards": False, "epochs": 2, "mini_batches": 4}
+
+
+@pytest.mark.parametrize("options", [SKIPPING["algorithm__options"], SEVERAL], ids=["one step", "several"])
+async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_a_replay(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    of = recipe(TINY, **{**SKIPPING, "algorithm__options": options}, train__warmup_steps=8, checkpoint__every=8)
     skips = expected_skips(of)
     assert 0 < len(skips) <= 2, "the test needs such a prompt, and other ones"
     _, weights = await synchronous(of)
@@ -52,6 +58,9 @@ async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_
     assert watched.of("ledger")[-1]["skipped_steps"] == len(skips)
     assert watched.of("ledger")[-1]["trained"] == 8 * 4 * 4
     assert_equal(trained(of, result), weights)
+    rates = [step["learning_rate"] / 3e-3 * 8 for step in steps if not step.get("skipped")]
+    taken = [step + 1 for step in range(8) if step not in skips]
+    assert all(rate == pytest.approx(version) or rate < version for rate, version in zip(rates, taken, strict=True))
     files = sorted((tmp_path / "run" / "skipped").iterdir())
     assert [file.name for file in files] == [f"step-{step:08d}.jsonl" for step in skips]
     rows = [json.loads(line) for line in files[0].read_text().splitlines()]
@@ -64,11 +73,29 @@ async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_
 
 
 async def test_ranks_skip_the_same_step(tmp_path: Path) -> None:
-    of = recipe(TINY, **SKIPPING, train__dp=2)
+    """Of a batch in which the one group that overflows is not in the first mini-batch."""
+    of = recipe(TINY, **{**SKIPPING, "algorithm__options": SEVERAL}, train__dp=2)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
-    assert [step["step"] for step in watched.of("step") if step.get("skipped")] == expected_skips(of)
+    skipped = [step for step in watched.of("step") if step.get("skipped")]
+    assert [step["step"] for step in skipped] == expected_skips(of)
+    assert any("before it in the batch are undone" in step["skipped"] for step in skipped)
     assert len(watched.of("step")) == 8
+
+
+async def test_no_checkpoint_is_removed_before_a_step_is_taken(tmp_path: Path) -> None:
+    """The weights of the newest ones may be what makes each batch fail."""
+    poisoned = {"reward__functions": [{"name": f"{scores.HERE}:poisoned"}], "launch__launcher": "inline"}
+    keys = {"train__steps": 4, "train__max_skipped_steps": 9, "checkpoint__every": 1, "checkpoint__keep": 1}
+    watched, result = await complete(Run.create(recipe(TINY, **SKIPPING | poisoned | keys), tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert all(step["skipped"] for step in watched.of("step"))
+    folder = tmp_path / "run" / "checkpoints"
+    assert {"step-00000001", "step-00000004"} <= {path.name for path in folder.iterdir()}
+    good = [f'reward.functions=[{{name="{scores.HERE}:early_letters"}}]', "train.steps=6"]
+    watched, result = await complete(Run.resume(tmp_path / "run", good))
+    assert result.state == "finished", result.reason
+    assert [path.name for path in folder.glob("step-*")] == ["step-00000006"]
 
 
 @pytest.mark.parametrize("most", [1, 3])

@@ -84,15 +84,19 @@ async def test_a_client_at_the_address_goes_on_when_the_index_was_killed(served:
         await here.wake("topic")
         assert await waiting
         assert await there.own_address() == "127.0.0.1"
-        assert await here.own_address() == ""
-        await here.put(OWN_ADDRESS, "10.0.0.1")
-        assert await here.own_address() == "10.0.0.1", "for what processes beside the index announce"
+        assert await there.reach() == ("127.0.0.1", ""), "nobody has said by which address others come"
+        await here.put_own_address("10.0.0.1")
+        assert await here.reach() == ("", "10.0.0.1"), "for what processes beside the index announce"
+        assert await there.reach() == ("127.0.0.1", "10.0.0.1"), "they reach the index by loopback"
+        await here.put(OWN_ADDRESS, "another-space 10.0.0.1")
+        assert await there.reach() == ("127.0.0.1", ""), "that of another machine, which has a tunnel"
 
 
 def test_addresses() -> None:
     assert Address("::1", 7, password="p").url == "redis://:p@[::1]:7"
     assert Address("h", 7, "/ca.pem", "p").url == "rediss://:p@h:7?ssl_ca_certs=/ca.pem"
     assert urlsplit(Address.parse("127.0.0.1").url).port
+    assert Address.split("fd00::1") == Address.split("[fd00::1]") == ("fd00::1", 0)
     for wrong in ("", "127.0.0.1/b", "u@127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):
         with pytest.raises(ValueError):
             Address.parse(wrong)

@@ -7,11 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.events import StepEvent
 from pipeline.index.client import Claim, Index, IndexRefused, NeverFits
 from pipeline.index.warehouses import Block, Full, Lost
+from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
 from tests.pipeline.warehouse.test_dock import COUNTERS, SCHEMA, admit, claim, config, respond, through_advantage
 
@@ -131,8 +134,16 @@ async def test_groups_that_are_spared_are_counted_when_they_are_trained(dock: Do
     assert (await dock.index.ledger())["spared_groups"] == 0
     batch = await claim(dock, "update")
     assert batch.group.tolist() == [0, 0, 1, 1]
-    await dock.index.train(batch, 0)
-    assert (await dock.index.ledger())["spared_groups"] == 1
+    tokens = {"tokens_generated": 24, "tokens_trained": 12, "tokens_filtered": 0}
+    made = {"step": 0, "version": 1, "rows": 4, "groups": [0, 1], "reward_mean": 0.0, **tokens}
+    step = StepEvent(**made, skipped="the loss is not finite")  # type: ignore[arg-type]
+    await dock.index.train(batch, 0, step)
+    figures = ("spared_groups", "skipped_steps")
+    assert [(await dock.index.ledger())[name] for name in figures] == [1, 1]
+    state = await dock.index.resume_point()
+    await dock.index.erase()
+    await dock.index.init(config(slack=2, staleness=2), state.counters, state.remake)
+    assert [(await dock.index.ledger())[name] for name in figures] == [1, 1], "a resumed run goes on with them"
 
 
 # ── what is lost ──
@@ -141,6 +152,7 @@ async def test_groups_that_are_spared_are_counted_when_they_are_trained(dock: Do
 async def test_lost_groups_enter_again_under_their_numbers_and_once(dock: Dock, tmp_path: Path) -> None:
     await admit(dock, range(4), samples=3)
     assert dock.home is not None
+    assert isinstance(await dock.index.allocate(dock.home, "w", 64), Block), "one that is being written"
     assert await dock.index.lose_warehouse(dock.home) == Lost(groups=4, rows=12)
     assert (await dock.index.stats())["blocks"] == 0
     other = Dock(dock.index, SCHEMA, worker="other", directory=tmp_path / "other", slab=0)
@@ -156,12 +168,13 @@ async def test_lost_groups_enter_again_under_their_numbers_and_once(dock: Dock, 
 
 
 async def test_a_released_row_is_named(dock: Dock) -> None:
-    await admit(dock, range(2))
+    await admit(dock, range(3))
     held = await claim(dock, "rollout", version=0)
     await dock.index.drop_groups(held, [1])
-    with pytest.raises(Exception, match="row 2 was released; this handle is stale"):
-        await respond(dock, held, positions=[2])
-    await respond(dock, held, positions=[0, 1])
+    responses = {"response_ids": [torch.ones(3, dtype=torch.int64)] * 6}
+    with pytest.raises(StaleHandle, match="row 2 was released; this handle is stale"):
+        await dock.commit(held, range(6), responses, generated=[(0, 3)] * 6)
+    await respond(dock, held, positions=[0, 1, 4, 5])
 
 
 # ── workers ──
@@ -205,17 +218,19 @@ async def test_what_training_waits_for_is_the_oldest_group_and_who_holds_it(dock
     second = await index.claim("rollout", "two", 2, 60.0, 0, dock.home or 0)
     assert isinstance(first, Claim)
     assert isinstance(second, Claim)
-    await respond(dock, second)
     await respond(dock, first, positions=[0])
     found = await index.waiting()
-    assert (found.group, found.stage, found.rows, found.settled) == (0, "rollout", 1, 5)
-    assert [worker for worker, _ in found.holders] == ["one"]
+    assert (found.group, found.stage, found.rows, found.settled) == (0, "rollout", 1, 1)
+    assert [worker for worker, _ in found.holders] == ["one"], "the other one holds later groups"
     assert 0 <= found.now - found.holders[0][1] < 600_000
     await respond(dock, first, positions=[1])
     found = await index.waiting()
     assert (found.group, found.stage, found.rows, found.holders) == (0, "reward", 2, ())
+    await respond(dock, second)
     await through_advantage(dock)
-    assert (await index.waiting()).group is None, "the trainer could claim all"
+    found = await index.waiting()
+    assert found.group is None, "the trainer could claim all"
+    assert found.settled == 3 * 6, "six rows of three stages, committed together or one by one"
 
 
 # ── room ──

@@ -96,8 +96,8 @@ def test_either_has_its_own_rate_and_the_first_step_of_adamw_shows_it() -> None:
     assert moved == pytest.approx(2e-3, rel=1e-3)
     head = engine.state_dict()["model"]["value_head.weight"].abs()
     assert float(head.max()) == pytest.approx(5e-2, rel=1e-3)
-    without = engine_of(learning_rate=2e-3).train_batch(rewarded(), PPO(epochs=1))
-    assert without["value_learning_rate"] == without["learning_rate"] == 2e-3
+    default = engine_of(learning_rate=2e-3).train_batch(rewarded(), PPO(epochs=1))
+    assert (default["learning_rate"], default["value_learning_rate"]) == (2e-3, 2e-2)
 
 
 def test_the_policys_schedule_begins_after_the_critics_batches() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,59 +12,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from pipeline.index.client import Claim, Index, IndexRefused
-from pipeline.staleness import StalenessPlan
+from pipeline.index.client import Index, IndexRefused
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.strategies import Ranks
-from stages.flow.catalogue import catalogue
-from stages.flow.resolver import resolve
 from stages.training.ranks import RankGroup, RankWorker
 from stages.weights.store import WeightStore, probed
-from tests.batches import make_batch, unstack
-
-GROUPS = [(6, (5, 3)), (40, (2, 2)), (3, (12, 30)), (4, (1, 1))]
-
-
-@pytest.fixture
-async def dock(index: Index, tmp_path: Path) -> AsyncIterator[Dock]:
-    flow = resolve(GRPO(), catalogue())
-    plan = StalenessPlan(0, len(GROUPS), 1)
-    await index.init(flow.config(plan), {"published": 0, "trained": 0, "admitted": 0})
-    dock = Dock(index, flow.schema, worker="test", directory=tmp_path, lease=30.0, slab=2**16, secret=b"x")
-    await dock.join(2**22)
-    yield dock
-    await dock.close()
-
-
-async def filled(dock: Dock) -> tuple[Claim, list[dict[str, torch.Tensor]]]:
-    """A claim of the update stage, and its rows."""
-    rows = unstack(make_batch(GROUPS))
-    texts = [""] * len(GROUPS)
-    prompts = [next(r["prompt_ids"] for r in rows if int(r["group"]) == 40 + g) for g in range(len(GROUPS))]
-    await dock.admit(
-        [(group, 2) for group in range(len(GROUPS))], {"prompt_ids": prompts, "given": texts, "fields": texts}
-    )
-    made = await dock.claim("rollout", len(GROUPS), version=0, timeout=5)
-    assert made is not None
-    claimed = [rows[2 * group + place] for group, place in zip(made.group.tolist(), made.place.tolist(), strict=True)]
-    answered = {
-        "response_ids": [row["response_ids"] for row in claimed],
-        "rollout_logprobs": [row["rollout_logprobs"] for row in claimed],
-        "versions": [torch.tensor([0, len(row["response_ids"])]) for row in claimed],
-        "truncated": torch.zeros(len(claimed), dtype=torch.bool),
-    }
-    everything = list(range(len(claimed)))
-    await dock.commit(made, everything, answered, generated=[(0, len(row["response_ids"])) for row in claimed])
-    for stage, column in (("reward", "reward"), ("advantage", "advantage")):
-        claim = await dock.claim(stage, 100, timeout=5)
-        assert claim is not None
-        values = torch.stack([rows[2 * g + p]["advantage"] for g, p in zip(claim.group, claim.place, strict=True)])
-        scores = {"scores": values[:, None]} if stage == "reward" else {}
-        await dock.commit(claim, range(len(claim)), {column: values, **scores})
-    claim = await dock.claim("update", 1, timeout=5)
-    assert claim is not None
-    return claim, rows
+from tests.batches import unstack
+from tests.stages.training.claims import GROUPS, filled
 
 
 class Looking:

@@ -95,7 +95,7 @@ def test_tls_files_are_checked_together(minimal: Path, tmp_path: Path) -> None:
     assert [(problem.key, problem.wrong) for problem in found] == [
         ("pipeline.tls_key", "is no file"),
         ("pipeline.tls_authority", "is missing"),
-        ("pipeline.serve", "is empty: no other node connects, so that TLS protects nothing"),
+        ("pipeline.serve", "serves nothing: no other node connects, so that TLS protects nothing"),
     ]
     files = [f"pipeline.tls_{name}={here}" for name in ("certificate", "key", "authority")]
     [found_one] = problems(minimal, "pipeline.serve=0.0.0.0", *files)

@@ -1,0 +1,259 @@
+"""The Ray cluster of a run: where it is, and whether it lets this program in. The process of a run's Ray driver begins here.
+
+launch.address ─▶ find: itself; `auto`: RAY_ADDRESS, else the cluster of `ray start` here, else `local`
+                    └▶ ask: does it answer, take the token, have the same Ray and Python?
+                         ├▶ ClusterRefused
+                         └▶ Cluster, with the environment of the driver, which imports Ray only then
+
+Ray by itself takes 20 s to report a missing token as a timeout, and sends one only where its own mode says so. A process
+whose mode is not the cluster's cannot be answered. So the cluster is asked first, in one call of gRPC, without Ray.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+AUTO, LOCAL, CLIENT = "auto", "local", "ray://"
+OWN_RESOURCE = "asyncdock-run"  # marks the cluster that a run has started for itself: no other run joins it
+ANSWER_SECONDS = 10.0
+METADATA = ("ray.rpc.InternalKVGcsService/InternalKVGet", b"\n\x10CLUSTER_METADATA\x12\x07cluster")  # key and namespace
+CLIENT_INFO = ("ray.rpc.RayletDriver/ClusterInfo", b"")
+
+
+class ClusterRefused(RuntimeError):
+    """There is no such cluster, or it does not take this program; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``address``: for `ray.init`. ``token``: where the token is from; "" where the cluster asks for none. ``environment``:
+    of the process that imports Ray. ``ray``: the cluster's version, "" where it was not told."""
+
+    address: str
+    token: str = ""
+    ray: str = ""
+    environment: dict[str, str] = field(default_factory=dict, repr=False)
+
+
+def find(address: str, environment: Mapping[str, str] = os.environ) -> Cluster:
+    """Return the cluster of ``launch.address``. Raises ClusterRefused."""
+    if address != AUTO:
+        return _open(address, f"launch.address = {address!r}", environment)
+    given = environment.get("RAY_ADDRESS", "")
+    if given not in ("", AUTO):
+        return _open(given, f"launch.address = 'auto', RAY_ADDRESS = {given!r}", environment)
+    began = _address_of_ray_start(environment)
+    if began and _reply(began, METADATA, "")[0] not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):  # else it has ended since
+        return _open(began, f"launch.address = 'auto', the cluster of this machine at {began}", environment)
+    running = sorted({node["gcs-address"] for node in _nodes_here(environment) if _is_joinable(node)})
+    running = [each for each in running if _began_by_ray_start(each, environment)]
+    if len(running) > 1:
+        raise ClusterRefused(
+            f"launch.address = 'auto': this machine belongs to several Ray clusters, {', '.join(running)}; "
+            "give one of them, here or as RAY_ADDRESS"
+        )
+    if running:
+        return _open(running[0], f"launch.address = 'auto', the cluster of this machine at {running[0]}", environment)
+    return _open(LOCAL, "launch.address = 'auto'", environment)
+
+
+def look(address: str) -> Cluster:
+    """Return what :func:`find` does, from a process of its own: the threads of gRPC would not outlive a fork."""
+    command = [sys.executable, "-P", "-m", __spec__.name, address]
+    reply = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    if "failed" in reply:
+        raise ClusterRefused(reply["failed"])
+    return Cluster(**reply)
+
+
+def _open(address: str, where: str, environment: Mapping[str, str]) -> Cluster:
+    """Return the cluster at ``address``, once it takes this program. ``where``: how it is called in messages."""
+    if address == LOCAL:
+        own = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
+        if environment.get("RAY_AUTH_MODE", "token") == "token":
+            own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # which no other program knows
+        return Cluster(LOCAL, ray=importlib.metadata.version("ray"), environment=own)
+    server = address.removeprefix(CLIENT)
+    if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}", server):
+        raise ClusterRefused(f"{where}: is no address of a Ray cluster; write HOST:6379, or ray://HOST:10001")
+    if _asks_by_itself(environment):
+        return Cluster(address)
+    through_client = address.startswith(CLIENT)
+    call = CLIENT_INFO if through_client else METADATA
+    code, reply = _reply(server, call, "")
+    token, source = "", ""
+    if code == "UNAUTHENTICATED":
+        token, source = _token(where, environment)
+        code, reply = _reply(server, call, token)
+    if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+        raise ClusterRefused(
+            f"{where}: refuses the token of {source}; take the one that `ray get-auth-token` prints on its head"
+        )
+    if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+        fix = "start it (`ray start --head`), or leave launch.address out for a cluster of this machine"
+        raise ClusterRefused(f"{where}: nothing answers there ({_last_part(reply)}); {fix}")
+    if not through_client and (code or b"{" not in reply):
+        fix = "give its HOST:6379, or ray://HOST:10001 for the port of Ray's client"
+        raise ClusterRefused(f"{where}: what answers there is not the head of a Ray cluster; {fix}")
+    versions = {} if through_client else json.loads(reply[reply.index(b"{") :])
+    _compare(versions, where, environment)
+    if not through_client and sys.platform == "linux" and not _has_node_here(server):
+        fix = f"run `ray start --address={server}` here, or give its ray://HOST:10001"
+        raise ClusterRefused(f"{where}: this machine is no node of that cluster; {fix}")
+    mode = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    return Cluster(address, source, versions.get("ray_version", ""), mode)
+
+
+def _asks_by_itself(environment: Mapping[str, str]) -> bool:
+    """Whether Ray connects in a way that is not imitated here: TLS of its own, tokens of Kubernetes."""
+    own_tls = environment.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+    return own_tls or environment.get("RAY_AUTH_MODE") == "k8s" or importlib.util.find_spec("grpc") is None
+
+
+def _reply(server: str, call: tuple[str, bytes], token: str) -> tuple[str, Any]:
+    """Return the name of gRPC's status, "" for success, and the reply's bytes or the text of the error."""
+    import grpc
+
+    method, request = call
+    metadata = [("authorization", f"Bearer {token}")] if token else []
+    with grpc.insecure_channel(server, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            return "", channel.unary_unary(f"/{method}")(request, timeout=ANSWER_SECONDS, metadata=metadata)
+        except grpc.RpcError as error:
+            return error.code().name, error.details() or ""
+
+
+def _last_part(text: str) -> str:
+    """The cause at the end of a message of gRPC.
+
+    >>> _last_part("failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused")
+    'Connection refused'
+    """
+    return text.rpartition(": ")[2]
+
+
+def _token(where: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Return the token, and where it is from, in Ray's order. Raises ClusterRefused where there is none."""
+    if token := environment.get("RAY_AUTH_TOKEN", "").strip():
+        return token, "RAY_AUTH_TOKEN"
+    named = environment.get("RAY_AUTH_TOKEN_PATH", "")
+    path = Path(named) if named else Path(environment.get("HOME") or Path.home()) / ".ray" / "auth_token"
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        token, named = "", named and f" (RAY_AUTH_TOKEN_PATH = {named!r}: {error.strerror})"
+    if not token:
+        fix = f"set RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head, or put that into {path}"
+        raise ClusterRefused(f"{where}: asks for a token, and there is none{named}; {fix}")
+    return token, str(path)
+
+
+def _compare(cluster: Mapping[str, str], where: str, environment: Mapping[str, str]) -> None:
+    """Raise ClusterRefused where the cluster has another Ray or Python than this program."""
+    own, other = importlib.metadata.version("ray"), cluster.get("ray_version", "")
+    if other and other != own:
+        raise ClusterRefused(f"{where}: has Ray {other}, and this environment {own}; pip install 'ray[serve]=={other}'")
+    own, other = platform.python_version(), cluster.get("python_version", "")
+    parts = 2 if environment.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL") == "minor" else 3
+    if other and other.split(".")[:parts] != own.split(".")[:parts]:
+        raise ClusterRefused(f"{where}: has Python {other}, and this environment {own}; Ray asks for the same one")
+
+
+def _temporary_folder(environment: Mapping[str, str]) -> Path:
+    """The folder in which `ray start` records its cluster."""
+    return Path(environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp") / "ray"
+
+
+def _address_of_ray_start(environment: Mapping[str, str]) -> str:
+    """Return what the last `ray start` of this machine has recorded; "" for nothing. The cluster may have ended."""
+    try:
+        return (_temporary_folder(environment) / "ray_current_cluster").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _began_by_ray_start(address: str, environment: Mapping[str, str]) -> bool:
+    """Whether the cluster at ``address`` is not that of another program, which ends it with itself. One that does not tell
+    without its token counts."""
+    code, reply = _reply(address, METADATA, "")
+    if code == "UNAUTHENTICATED":
+        try:
+            code, reply = _reply(address, METADATA, _token("", environment)[0])
+        except ClusterRefused:
+            return True
+    if code or b"{" not in reply:
+        return code in ("UNAUTHENTICATED", "PERMISSION_DENIED")
+    return not json.loads(reply[reply.index(b"{") :]).get("ray_init_cluster")
+
+
+def _is_joinable(node: Mapping[str, str]) -> bool:
+    return OWN_RESOURCE not in node.get("static_resource_list", "")
+
+
+def _nodes_here(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yield the options of the raylets of this user on this machine; those below ``RAY_TMPDIR`` where that is set."""
+    below = str(_temporary_folder(environment)) if environment.get("RAY_TMPDIR") else ""
+    for process in _raylets():
+        options = _options(process)
+        is_own = process.stat().st_uid == os.getuid()
+        if is_own and options.get("gcs-address") and (not below or options.get("temp_dir") == below):
+            yield options
+
+
+def _has_node_here(server: str) -> bool:
+    """Whether a raylet of this machine, of any user, has a head on the port of ``server``: its host has several names."""
+    port = server.rpartition(":")[2]
+    return any(_options(process).get("gcs-address", "").rpartition(":")[2] == port for process in _raylets())
+
+
+def _raylets() -> Iterator[Path]:
+    """Yield the folders in /proc of the raylets of this machine (Linux alone)."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cmdline").read_bytes().partition(b"\0")[0].endswith(b"/raylet"):
+                yield process
+        except OSError:  # it has ended
+            continue
+
+
+def _options(process: Path) -> dict[str, str]:
+    try:
+        parts = (process / "cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return {}
+    pairs = [part[2:].partition("=") for part in parts if part.startswith("--")]
+    return {name: value for name, _, value in pairs}
+
+
+def main() -> None:
+    """Find the cluster of `launch.address`, the first argument, and be the driver of a run there; ``cpus``, the second one:
+    of a node that is started for it. Without that one, print the cluster."""
+    address, *cpus = sys.argv[1:]
+    try:
+        cluster = find(address)
+    except ClusterRefused as refused:
+        return print(json.dumps({"failed": str(refused)}), flush=True)
+    if not cpus:
+        shown = asdict(cluster)
+        del shown["environment"]
+        return print(json.dumps(shown))
+    os.environ |= cluster.environment
+    from orchestration.cluster.ray_driver import Driver  # imports Ray, which reads the environment once
+
+    Driver(local=cluster.address == LOCAL).run(cluster.address, float(cpus[0]))
+
+
+if __name__ == "__main__":
+    main()
