@@ -158,7 +158,8 @@ class RankWorker:
                         await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
                     self.trained += 1
             case "undo":
-                await asyncio.to_thread(cast("UndoableEngine", self.engine).undo)
+                async with self.device.training():
+                    await asyncio.to_thread(cast("UndoableEngine", self.engine).undo)
             case "publish":
                 part = await asyncio.to_thread(self._publish, order["probe"], order["version"])
                 if part is not None:

@@ -59,7 +59,6 @@ from stages.resharding.layout import Layout, ModelState, Placement, place
 from stages.weight_files import WeightFiles, materialize
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
-NAMES_BYTES = 8192  # of the metrics that one rank reports, as JSON
 FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
 
 
@@ -254,11 +253,9 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _add_up(self, metrics: dict[str, float], everywhere: bool) -> dict[str, float]:
         names = sorted(metrics)
         if not everywhere:  # a replica without a row has measured nothing
-            own = torch.zeros(NAMES_BYTES, dtype=torch.uint8)
-            text = json.dumps(names).encode()
-            own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            found = [bytes(row.numpy()).rstrip(b"\0") for row in self._gathered(own)]
-            names = sorted({name for text in found for name in json.loads(text)})
+            own = torch.frombuffer(bytearray(json.dumps(names).encode() + b"\n"), dtype=torch.uint8)
+            lines = bytes(self._of_all_ranks(own[:, None]).numpy()).splitlines()
+            names = sorted({name for line in lines for name in json.loads(line)})
         given = [metrics.get(name, -math.inf if name.startswith("max_") else 0.0) for name in names]
         values = self._gathered(torch.tensor(given, dtype=torch.float32)).double()
         totals, peaks = values.sum(0).tolist(), values.amax(0).tolist()

@@ -72,9 +72,10 @@ async def test_a_step_without_a_finite_gradient_is_skipped_and_skipped_again_by_
     assert_nothing_left(watched.run)
 
 
-async def test_ranks_skip_the_same_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+async def test_ranks_skip_the_same_step(tmp_path: Path, placement: str) -> None:
     """Of a batch in which the one group that overflows is not in the first mini-batch."""
-    of = recipe(TINY, **{**SKIPPING, "algorithm__options": SEVERAL}, train__dp=2)
+    of = recipe(TINY, **{**SKIPPING, "algorithm__options": SEVERAL}, train__dp=2, launch__placement=placement)
     watched, result = await complete(Run.create(of, tmp_path / "run"))
     assert result.state == "finished", result.reason
     skipped = [step for step in watched.of("step") if step.get("skipped")]
