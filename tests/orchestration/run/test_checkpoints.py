@@ -1,0 +1,115 @@
+"""Which checkpoint a run goes on from, and which failures of a disk end it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from orchestration.run import checkpoint
+from orchestration.run.checkpoint import lasting_refusal
+from orchestration.run.storage.store import CheckpointStore
+
+
+def written(folder: Path, version: int, *parts: str) -> Path:
+    """A checkpoint of ``version`` with ``parts``, of files that no engine reads."""
+    made = folder / f"step-{version:08d}"
+    for part in parts or ("model", "train"):
+        (made / part).mkdir(parents=True)
+        (made / part / "file").write_text(str(version))
+    state = {"version": version, "counters": {"trained": version}, "remake": [version], "rates": "{}"}
+    (made / "run.json").write_text(json.dumps(state))
+    return made
+
+
+def test_a_checkpoint_of_the_last_step_leaves_nothing_to_resume(tmp_path: Path) -> None:
+    made = checkpoint.open_checkpoint(written(tmp_path, 4))
+    assert made.nothing_left(5) == ""
+    assert made.nothing_left(4) == "has made 4 of 4 steps: there is nothing to resume"
+    assert made.nothing_left(3) == "has made 4 of 3 steps: there is nothing to resume"
+    assert (made.counters, made.remake, made.rates) == ({"trained": 4}, [4], "{}")
+
+
+def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path) -> None:
+    written(tmp_path, 9), written(tmp_path, 10), written(tmp_path, 100)
+    (tmp_path / "step-00000100" / "run.json").unlink()
+    for left in (".step-00000011.partial", ".step-00000001.removed"):
+        written(tmp_path, 50).rename(tmp_path / left)
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert newest.version == 10
+    checkpoint.clean(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{n:08d}" for n in (9, 10, 100)]
+    assert checkpoint.latest(tmp_path / "none") is None
+
+
+class Wrapped(Exception):
+    """As torch wraps what the ranks have raised."""
+
+    def __init__(self, failure: BaseException) -> None:
+        super().__init__("it failed")
+        self.failures = {0: (failure, None)}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_a_restart_does_not_mend_ends_the_run_with_what_to_do(tmp_path: Path, number: int, wrapped: bool) -> None:
+    error: BaseException = OSError(number, os.strerror(number))
+    refused = lasting_refusal(Wrapped(error) if wrapped else error, tmp_path, 7)
+    assert refused is not None
+    for part in ("version 7 cannot be written below", os.strerror(number), "goes on from the beginning"):
+        assert part in str(refused)
+    written(tmp_path, 5)
+    assert "goes on from the checkpoint of version 5" in str(lasting_refusal(error, tmp_path, 7))
+
+
+def test_what_may_pass_is_tried_again_unless_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lasting_refusal(OSError(errno.EIO, "I/O"), tmp_path, 7) is None
+    assert lasting_refusal(RuntimeError("cut short"), tmp_path, 7) is None
+    free = [checkpoint.LEAST_FREE]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    assert lasting_refusal(RuntimeError("cut short"), tmp_path, 7) is None
+    free[0] -= 1
+    assert "its disk is full: cut short" in str(lasting_refusal(RuntimeError("cut short"), tmp_path, 7))
+
+
+def test_a_disk_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+    assert "No such file" in str(lasting_refusal(RuntimeError("?"), tmp_path / "gone", 7))
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "known", "parts", "found"),
+    [
+        ([], [], 0, (), None),
+        ([4], [], 4, (), 4),
+        ([], [4], 4, (), 4),
+        ([4], [6], 6, (), 6),
+        ([4], [6], 4, (), 4),  # as new as the run's newest is known to be
+        ([4], [6], -1, (), 6),  # that is not known
+        ([6], [4], -1, (), 6),
+        ([4], [4], 4, ("other",), 4),  # and its other part is fetched
+    ],
+)
+def test_the_newest_one_is_taken_wherever_it_is(
+    tmp_path: Path, here: list[int], there: list[int], known: int, parts: tuple[str, ...], found: int | None
+) -> None:
+    local, remote = tmp_path / "here", tmp_path / "remote"
+    local.mkdir()
+    remote.mkdir()
+    store = CheckpointStore(str(remote))
+    for version in there:
+        store.push(written(tmp_path / "made", version, "model", "train", "other"), keep=9)
+    for version in here:
+        written(local, version)
+    newest = checkpoint.newest(local, str(remote), known, parts)
+    assert (newest.version if newest else None) == found
+    for part in parts:
+        assert newest is not None
+        assert (newest.path / part / "file").read_text() == str(found)
+    without = checkpoint.newest(local, "", known, ())
+    assert without == checkpoint.latest(local)
