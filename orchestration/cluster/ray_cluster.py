@@ -252,7 +252,7 @@ def main() -> None:
     os.environ |= cluster.environment
     from orchestration.cluster.ray_driver import Driver  # imports Ray, which reads the environment once
 
-    Driver(local=cluster.address == LOCAL).run(cluster.address, float(cpus[0]))
+    Driver(OWN_RESOURCE if cluster.address == LOCAL else "").run(cluster.address, float(cpus[0]))
 
 
 if __name__ == "__main__":
