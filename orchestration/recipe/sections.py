@@ -410,9 +410,7 @@ class SyncSection(Section):
         "`shared_memory`: engines read the trainer's memory on the same node. `collective`: engines may be on other nodes. "
         "Each node has one copy, which it sends on while it receives it. `auto`: the one that is needed.",
     )
-    serve: str = key(
-        AUTO, "Address of the trainer's node, for `collective`; `auto`: see `pipeline.serve`.", min_length=1
-    )
+    serve: str = key(AUTO, "Address of the trainer's node, for `collective`. `auto`: as pipeline.serve.", min_length=1)
     rolling: bool = key(True, "Replicas take turns to swap, so that some always generate.")
     at_once: Annotated[int, Field(ge=0), unit("replicas")] = key(
         0, "Replicas that swap at the same time, with `rolling`. 0: a quarter of `rollout.workers`, at least one."
@@ -522,8 +520,7 @@ class LaunchSection(Section):
     )
     address: str = key(
         "auto",
-        'Ray cluster of `launcher = "ray"`: `HOST:PORT`, `ray://HOST:PORT`, or `local`, one that the run starts and ends. '
-        "`auto`: that of `RAY_ADDRESS`, else that of this machine, else `local`.",
+        "Ray cluster: `HOST:PORT`, `ray://HOST:PORT`, `local` (the run starts and ends it), or `auto` (docs/ray.md).",
         min_length=1,
     )
     start_method: Literal["forkserver", "spawn"] = key(

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from orchestration.processes.handles import Process
-from pipeline.node import folder_id, is_here, node_id, process_space
+from pipeline.node import (
+    folder_id,
+    is_here,
+    is_loopback,
+    is_own,
+    node_id,
+    own_address,
+    process_space,
+    route_to,
+)
 from tests.compose.sandbox import missing
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -66,3 +75,45 @@ def test_a_process_of_another_pid_namespace_is_not_taken_for_one_of_this(tmp_pat
     assert Process.parse(str(own)) == own
     assert Process.parse(f"1:{own.born}") == own, "as an earlier release wrote it"
     assert Process.parse("1") is None
+
+
+def test_the_own_address_is_one_of_this_machine() -> None:
+    assert is_own(own_address())
+    assert is_own("localhost")
+    assert not is_own("10.99.99.99")
+    assert route_to("127.0.0.7") == "127.0.0.1"
+    assert [is_loopback(host) for host in ("localhost", "::1", "127.0.0.7", "0.0.0.0", "10.0.0.1", "no.such.name")] == (
+        [True, True, True, False, False, False]
+    )
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("commands", "expected"),
+    [
+        ("true", "127.0.0.1"),
+        ("ip link add a type dummy && ip addr add 10.1.2.3/24 dev a && ip link set a up", "10.1.2.3"),
+        (
+            "ip link add a type dummy && ip addr add 10.1.2.3/24 dev a && ip link set a up && "
+            "ip link add b type dummy && ip addr add 10.7.7.7/24 dev b && ip link set b up && ip route add default dev b",
+            "10.7.7.7",
+        ),
+    ],
+    ids=["no network", "no default route", "default route"],
+)
+def test_the_own_address_is_that_of_the_default_route_or_of_an_interface(commands: str, expected: str) -> None:
+    ask = "from pipeline.node import own_address; print(own_address())"
+    command = [
+        "unshare",
+        "--net",
+        "sh",
+        "-c",
+        f'ip link set lo up && {commands} && exec "$0" "$@"',
+        sys.executable,
+        "-c",
+        ask,
+    ]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "dummy" in commands and made.returncode and "not supported" in made.stderr.lower():
+        pytest.skip("this kernel has no dummy interfaces")
+    assert made.stdout.strip() == expected, made.stderr
