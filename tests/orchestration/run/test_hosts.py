@@ -17,6 +17,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.run.kinds import remote_workers, workers_of
 from orchestration.run.run import Run
 from pipeline.index.client import Index
+from pipeline.node import is_own
 from tests.machines import ROOT, two_machines
 from tests.orchestration.runs import MOCK, recipe
 from tests.servers import self_signed
@@ -163,6 +164,26 @@ def test_the_last_rollout_workers_are_remote() -> None:
 def test_workers_that_hosts_cannot_have_are_refused(change: dict[str, Any], wrong: str) -> None:
     with pytest.raises(RecipeError, match=wrong):
         recipe(MOCK, **{**REMOTE, **change})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline__serve": "0.0.0.0"},
+        {"pipeline__serve": "0.0.0.0", "pipeline__index_serve": "127.0.0.1"},
+        {"pipeline__serve": "::1", "pipeline__index_serve": "::1"},
+        {"pipeline__serve": "0.0.0.0", "pipeline__index_serve": "localhost"},
+        {"sync__transport": "collective", "sync__serve": "0.0.0.0"},
+        {"sync__transport": "collective", "pipeline__serve": "127.0.0.1"},
+    ],
+    ids=lambda changes: " ".join(f"{key}={value}" for key, value in changes.items()),
+)
+async def test_a_run_works_with_the_addresses_that_check_accepts(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Those of all addresses beside an index on a socket or on loopback passed `check`, and ended the run in `flow-0`."""
+    if "::1" in changes.values() and not is_own("::1"):
+        pytest.skip("this machine has no IPv6")
+    result = await Run.create(recipe(MOCK, **changes, train__steps=2), tmp_path / "run").execute()
+    assert result.state == "finished", result.reason
 
 
 def test_the_page_shows_the_commands() -> None:
