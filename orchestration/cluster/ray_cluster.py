@@ -47,26 +47,26 @@ class Cluster:
     environment: dict[str, str] = field(default_factory=dict, repr=False)
 
 
-def find(address: str, environment: Mapping[str, str] = os.environ) -> Cluster:
-    """Return the cluster of ``launch.address``. Raises ClusterRefused."""
+def find(address: str, environment: Mapping[str, str] = os.environ, key: str = "launch.address") -> Cluster:
+    """Return the cluster of ``address``, the value of ``key``. Raises ClusterRefused."""
     if address != AUTO:
-        return _open(address, f"launch.address = {address!r}", environment)
+        return _open(address, f"{key} = {address!r}", environment)
     given = environment.get("RAY_ADDRESS", "")
     if given not in ("", AUTO):
-        return _open(given, f"launch.address = 'auto', RAY_ADDRESS = {given!r}", environment)
+        return _open(given, f"{key} = 'auto', RAY_ADDRESS = {given!r}", environment)
     began = _address_of_ray_start(environment)
     if began and _reply(began, METADATA, "")[0] not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):  # else it has ended since
-        return _open(began, f"launch.address = 'auto', the cluster of this machine at {began}", environment)
+        return _open(began, f"{key} = 'auto', the cluster of this machine at {began}", environment)
     running = sorted({node["gcs-address"] for node in _nodes_here(environment) if _is_joinable(node)})
     running = [each for each in running if _began_by_ray_start(each, environment)]
     if len(running) > 1:
         raise ClusterRefused(
-            f"launch.address = 'auto': this machine belongs to several Ray clusters, {', '.join(running)}; "
+            f"{key} = 'auto': this machine belongs to several Ray clusters, {', '.join(running)}; "
             "give one of them, here or as RAY_ADDRESS"
         )
     if running:
-        return _open(running[0], f"launch.address = 'auto', the cluster of this machine at {running[0]}", environment)
-    return _open(LOCAL, "launch.address = 'auto'", environment)
+        return _open(running[0], f"{key} = 'auto', the cluster of this machine at {running[0]}", environment)
+    return _open(LOCAL, f"{key} = 'auto'", environment)
 
 
 def look(address: str) -> Cluster:
@@ -102,7 +102,7 @@ def _open(address: str, where: str, environment: Mapping[str, str]) -> Cluster:
             f"{where}: refuses the token of {source}; take the one that `ray get-auth-token` prints on its head"
         )
     if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-        fix = "start it (`ray start --head`), or leave launch.address out for a cluster of this machine"
+        fix = "start it (`ray start --head`), or leave the address out for the cluster of this machine"
         raise ClusterRefused(f"{where}: nothing answers there ({_last_part(reply)}); {fix}")
     if not through_client and (code or b"{" not in reply):
         fix = "give its HOST:6379, or ray://HOST:10001 for the port of Ray's client"
@@ -252,7 +252,7 @@ def main() -> None:
     os.environ |= cluster.environment
     from orchestration.cluster.ray_driver import Driver  # imports Ray, which reads the environment once
 
-    Driver(local=cluster.address == LOCAL).run(cluster.address, float(cpus[0]))
+    Driver(OWN_RESOURCE if cluster.address == LOCAL else "").run(cluster.address, float(cpus[0]))
 
 
 if __name__ == "__main__":

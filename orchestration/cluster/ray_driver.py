@@ -25,7 +25,6 @@ from typing import Any
 import stamina
 
 from orchestration.cluster.host_actor import HostActor
-from orchestration.cluster.ray_cluster import OWN_RESOURCE
 from pipeline.compat.extras import extra
 from pipeline.node import LOOPBACK, route_to
 
@@ -42,8 +41,10 @@ END_SECONDS = 10.0  # in which hosts of an ended run end by themselves
 
 
 class Driver:
-    def __init__(self, *, local: bool) -> None:
-        self._is_local = local  # the cluster is started for the run
+    """``own_resource``: marks a cluster that is started for the run; "" for one that is joined."""
+
+    def __init__(self, own_resource: str = "") -> None:
+        self._own_resource = own_resource
         self._out, self._lock = os.fdopen(os.dup(1), "w"), threading.Lock()
         os.dup2(2, 1)  # what Ray prints goes to the log
         self._watching: list[threading.Thread] = []
@@ -51,9 +52,9 @@ class Driver:
     def run(self, address: str, cpus: float) -> None:
         """Work until the standard input ends. A node of `local` has ``cpus`` at least, and is ended with its files."""
         options: dict[str, Any] = {"namespace": "asyncdock", "log_to_driver": False, "logging_level": logging.ERROR}
-        if self._is_local:
+        if self._own_resource:
             options |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(cpus)), "include_dashboard": False}
-            options |= {"resources": {OWN_RESOURCE: 1}, "object_store_memory": OBJECT_STORE}
+            options |= {"resources": {self._own_resource: 1}, "object_store_memory": OBJECT_STORE}
         try:
             # A busy head may take longer to start a client's server than Ray waits for it.
             for attempt in stamina.retry_context(ConnectionError, attempts=CONNECT_ATTEMPTS, timeout=None):
@@ -72,7 +73,7 @@ class Driver:
         for thread in self._watching:
             thread.join(END_SECONDS)
         ray.shutdown()  # it ends the actors that are left
-        if self._is_local:
+        if self._own_resource:
             shutil.rmtree(context.address_info["session_dir"], ignore_errors=True)
 
     def _send(self, **message: Any) -> None:
@@ -97,7 +98,7 @@ class Driver:
 
     def _own_address(self, nodes: dict[str, Any]) -> str:
         """Return the address by which the nodes reach this machine: as Ray knows it, where it is one of them."""
-        if self._is_local:
+        if self._own_resource:
             return LOOPBACK
         if not ray.util.client.ray.is_connected():
             return str(nodes[ray.get_runtime_context().get_node_id()]["address"])

@@ -383,9 +383,8 @@ class PipelineSection(Section):
     )
     index_serve: str = key(
         AUTO,
-        "Address of this machine, HOST or HOST:PORT, at which other machines reach an embedded index: with a password that "
-        "the run makes (`join` and `token` in its index.json), and inside TLS with the tls_ keys. `auto`: where other "
-        "machines start workers, this machine's address on its network, or as Ray knows it. Empty: none do.",
+        "Address of this machine, HOST or HOST:PORT, at which others reach an embedded index: with a password that the run "
+        "makes, inside TLS with the tls_ keys. `auto`: where they start workers, the one on its network. Empty: none do.",
         examples=["10.0.0.1", "10.0.0.1:6379"],
     )
     serve: str = key(
@@ -412,15 +411,9 @@ class SyncSection(Section):
     transport: Literal["auto", "shared_memory", "collective"] = key(
         AUTO,
         "`shared_memory`: engines read the trainer's memory on the same node. `collective`: engines may be on other nodes. "
-        "Each node has one copy, which it sends on to the next node while it receives it. `auto`: collective where other "
-        "machines start workers.",
+        "Each node has one copy, which it sends on while it receives it. `auto`: the one that is needed.",
     )
-    serve: str = key(
-        AUTO,
-        "Address of the trainer's node, for `collective`. `auto`: where other machines start workers, the one that leads to "
-        "the index, otherwise 127.0.0.1. `0.0.0.0`: all addresses, of which that one is announced.",
-        min_length=1,
-    )
+    serve: str = key(AUTO, "Address of the trainer's node, for `collective`. `auto`: as pipeline.serve.", min_length=1)
     rolling: bool = key(True, "Replicas take turns to swap, so that some always generate.")
     at_once: Annotated[int, Field(ge=0), unit("replicas")] = key(
         0, "Replicas that swap at the same time, with `rolling`. 0: a quarter of `rollout.workers`, at least one."
@@ -530,10 +523,8 @@ class LaunchSection(Section):
     )
     address: str = key(
         "auto",
-        'Ray cluster of `launcher = "ray"`: `HOST:PORT`, `ray://HOST:PORT`, or `local`, one that the run starts and ends. '
-        "`auto`: that of `RAY_ADDRESS`, else the one that this machine belongs to, else `local`.",
+        "Ray cluster: `HOST:PORT`, `ray://HOST:PORT`, `local` (the run starts and ends it), or `auto` (docs/ray.md).",
         min_length=1,
-        examples=["10.0.0.1:6379", "ray://10.0.0.1:10001"],
     )
     start_method: Literal["forkserver", "spawn"] = key(
         "forkserver",

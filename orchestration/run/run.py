@@ -217,7 +217,7 @@ class Run:
         pipeline, address = self.recipe.pipeline, None
         tls = pipeline.tls_contexts()
         if text := self.recipe.index_address:
-            text = await self._reached_at() if text == AUTO else text
+            text = await _reached_at(self.recipe, self._hosts) if text == AUTO else text
             address = await asyncio.to_thread(Address.parse, text, pipeline.tls_authority if tls else "")
         self.server = EmbeddedIndex(data, socket=sockets / "index.sock", address=address)
         await _start_index(self.server)
@@ -227,18 +227,6 @@ class Run:
                 _keep_index(self.server, self.recipe.launch, self._emit_restart),
             )
         return cast(Outcome, outcome)
-
-    async def _reached_at(self) -> str:
-        """Returns the address by which other machines reach this one, as far as it is known: that of the index, if it is
-        given, or by which the nodes of the Ray cluster reach it, or that of its network."""
-        if self._hosts is not None:
-            own = await self._hosts.connect()
-        else:
-            own = await asyncio.to_thread(own_address)
-        if (text := self.recipe.index_address) not in ("", AUTO):
-            host = Address.split(text)[0]
-            own = str((await asyncio.to_thread(socket.getaddrinfo, host, 0))[0][4][0])
-        return own
 
     async def _emit_restart(self, reason: str) -> None:
         event = WorkerEvent(stage="index", worker="index-0", change="restarted", reason=reason)
@@ -265,7 +253,10 @@ class Run:
         where = {"index": url, "run": self.id, "hosted": self._hosted, "join": without, "token": token}
         write_private(self.out_dir / WHERE, json.dumps(where))
         if self.recipe.launch.remote_rollouts:
-            self.joining = self._joining_command(without, token)
+            secret = (
+                token if self.server is not None or not token else "PASSWORD"
+            )  # that of a user's index is not shown
+            self.joining = _joining_command(without, secret, self.id, self.recipe.launch.remote_rollouts)
         self._up.set()
         for notice in notices_of(self.recipe):
             log.warning("notice", recipe=str(notice))
@@ -286,16 +277,6 @@ class Run:
             for task in late:
                 task.cancel()
         return outcome
-
-    def _joining_command(self, join: str, token: str) -> str:
-        """Returns the command for a host of all remote workers. It has the password of an index of the run's own; another
-        one's is not shown."""
-        secret = {"ASYNCDOCK_HOST_TOKEN": token if self.server is not None else "PASSWORD"} if token else {}
-        variables = {INDEX_VARIABLE: join, **secret}
-        workers = self.recipe.launch.remote_rollouts
-        options = ["--run", self.id, *(["--workers", str(workers)] if workers > 1 else [])]
-        assigned = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        return " ".join([*assigned, "asyncdock host", *options])
 
     async def _rewind(self) -> None:
         """Prepare to go on from the newest checkpoint: samples of steps since were lost with a node, and these steps cannot
@@ -400,10 +381,28 @@ class Run:
         await index.put("flow", json.dumps(document(flow)))
         await (index.put_once if begun else index.put)("place", place.to_json())
         await index.put_once("secret", secrets.token_hex(32))  # its nodes prove with it that they are of this run
-        await index.put_own_address(await self._reached_at())
+        await index.put_own_address(await _reached_at(self.recipe, self._hosts))
         if self.server is not None:
             await index.put(HEADS_INDEX, "1")
         await index.transition([""], "created")
+
+
+async def _reached_at(recipe: Recipe, hosts: RayHosts | None) -> str:
+    """Returns the address by which other machines reach this one: that of the index, if it is given, or by which the nodes
+    of the Ray cluster reach it, or that of its network."""
+    own = await (hosts.connect() if hosts is not None else asyncio.to_thread(own_address))
+    if (text := recipe.index_address) not in ("", AUTO):
+        host = Address.split(text)[0]
+        own = str((await asyncio.to_thread(socket.getaddrinfo, host, 0))[0][4][0])
+    return own
+
+
+def _joining_command(join: str, token: str, run: str, workers: int) -> str:
+    """Returns the command by which another machine starts ``workers`` workers of ``run``."""
+    variables = {INDEX_VARIABLE: join, **({"ASYNCDOCK_HOST_TOKEN": token} if token else {})}
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    several = ["--workers", str(workers)] if workers > 1 else []
+    return " ".join([*assigned, "asyncdock host --run", run, *several])
 
 
 def _store_url(recipe: Recipe, out_dir: Path, run: str = "") -> str:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from orchestration.processes.handles import Process
-from pipeline.node import folder_id, is_here, node_id, process_space
+from pipeline.node import (
+    folder_id,
+    is_here,
+    is_loopback,
+    is_own,
+    node_id,
+    own_address,
+    process_space,
+    route_to,
+)
 from tests.compose.sandbox import missing
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -66,3 +75,41 @@ def test_a_process_of_another_pid_namespace_is_not_taken_for_one_of_this(tmp_pat
     assert Process.parse(str(own)) == own
     assert Process.parse(f"1:{own.born}") == own, "as an earlier release wrote it"
     assert Process.parse("1") is None
+
+
+def test_the_own_address_is_one_of_this_machine() -> None:
+    assert is_own(own_address())
+    assert is_own("localhost")
+    assert not is_own("10.99.99.99")
+    assert route_to("127.0.0.7") == "127.0.0.1"
+    assert [is_loopback(host) for host in ("localhost", "::1", "127.0.0.7", "0.0.0.0", "10.0.0.1", "no.such.name")] == (
+        [True, True, True, False, False, False]
+    )
+
+
+LINK = "ip link add {0} type veth peer name {0}peer && ip addr add {1}/24 dev {0} && ip link set {0} up"
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("commands", "expected"),
+    [
+        (["true"], "127.0.0.1"),
+        ([LINK.format("a0", "10.1.2.3")], "10.1.2.3"),
+        (
+            [
+                LINK.format("a0", "10.1.2.3"),
+                LINK.format("b0", "10.7.7.7"),
+                "ip link set b0peer up && ip route add default via 10.7.7.1 dev b0",
+            ],
+            "10.7.7.7",
+        ),
+    ],
+    ids=["no network", "no default route", "default route"],
+)
+def test_the_own_address_is_that_of_the_default_route_or_of_an_interface(commands: list[str], expected: str) -> None:
+    ask = "from pipeline.node import own_address; print(own_address())"
+    script = " && ".join(["ip link set lo up", *commands, 'exec "$0" "$@"'])
+    command = ["unshare", "--net", "sh", "-c", script, sys.executable, "-c", ask]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert made.stdout.strip() == expected, made.stderr

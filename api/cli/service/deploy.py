@@ -5,6 +5,8 @@ options ──▶ Settings, PolicyDeployment ──▶ Ray Serve ──▶ URL o
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +39,8 @@ def deploy_command(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the deployment of RUN instead.")] = False,
 ) -> None:
     """Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray Serve's autoscaling."""
+    if importlib.util.find_spec("ray") is not None:
+        address = _admitted(address)
     try:
         from api.policy.deployment import PolicyDeployment, ray, serve
     except ExtraMissing as error:
@@ -69,3 +73,20 @@ def deploy_command(
     except (OSError, RuntimeError) as error:
         refuse(f"deploy: {error}", FAILED)
     print(f"Ray Serve serves {run} at http://{listen}/v1")
+
+
+def _admitted(address: str) -> str:
+    """Return the address of the cluster, with its token in the environment, which Ray reads when it is imported."""
+    from orchestration.cluster.ray_cluster import LOCAL, ClusterRefused, find
+
+    try:
+        cluster = find(address, key="--address")
+    except ClusterRefused as error:
+        refuse(error, FAILED)
+    if cluster.address == LOCAL:
+        refuse(
+            "--address: no Ray cluster runs on this machine; start one with `ray start --head`, or give its address",
+            FAILED,
+        )
+    os.environ |= cluster.environment
+    return cluster.address

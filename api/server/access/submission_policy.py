@@ -82,7 +82,7 @@ def accept(
     submission.refuse_code()
     submission.refuse_addresses()
     submission.resolve_paths()
-    pipeline = submission.data.get("pipeline")
+    pipeline = submission.data.setdefault("pipeline", {})
     if settings.index and isinstance(pipeline, dict):  # checks see where the service's index is, without its password
         pipeline["index"] = redacted(settings.index)
     recipe = parse_recipe(
@@ -180,22 +180,29 @@ class _Submission:
         address, fix = self.value("sync.serve"), f"take sync.transport and sync.serve out, or {ask}"
         address = None if address == AUTO else address
         on_ray = self.value("launch.launcher") == "ray"
-        others = on_ray or self.value("launch.remote_rollouts")
-        if others and (address is None or self.value("pipeline.serve") in (None, AUTO)):
-            if not self._may_listen("0.0.0.0"):  # addresses that are derived may be any of this machine
-                key, plain = ("launch.launcher", "process") if on_ray else ("launch.remote_rollouts", 0)
-                wrong = "has the run listen for other machines, which a request may not"
-                to_listen = ASK.format("--allow-listen 0.0.0.0")
-                self.refuse(key, self.value(key), wrong, f"leave it out, or {to_listen}", plain)
-            default = "0.0.0.0"
-        else:
-            default = LOOPBACK
-        if (self.value("sync.transport") != "collective" and not others) or self._may_listen(address or default):
+        if on_ray or self.value("launch.remote_rollouts"):
+            key, plain = ("launch.launcher", "process") if on_ray else ("launch.remote_rollouts", 0)
+            derived = address is None or self.value("pipeline.serve") in (None, AUTO)
+            lacking = []
+            if derived and not self._may_listen("0.0.0.0"):  # it may be any address of this machine
+                lacking.append(
+                    ("has the run listen for other machines, which a request may not", "--allow-listen 0.0.0.0")
+                )
+            if not self.settings.index:
+                lacking.append(
+                    ("needs an index that other machines reach; this service's is its own", "--index redis://…")
+                )
+            for wrong, option in lacking[:1]:
+                self.refuse(key, self.value(key), wrong, f"leave it out, or {ASK.format(option)}", plain)
+            if address is not None and not self._may_listen(address):
+                self.refuse("sync.serve", address, port, fix, LOOPBACK)
             return
-        if address is not None:
-            self.refuse("sync.serve", address, port, fix, LOOPBACK)
-        elif not others:
+        if self.value("sync.transport") != "collective" or self._may_listen(address or LOOPBACK):
+            return
+        if address is None:
             self.refuse("sync.transport", "collective", port, fix, "shared_memory")
+        else:
+            self.refuse("sync.serve", address, port, fix, LOOPBACK)
 
     def _may_listen(self, address: Any) -> bool:
         return isinstance(address, str) and address in self.settings.allow_listen

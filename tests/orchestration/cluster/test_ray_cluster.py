@@ -228,6 +228,7 @@ def test_looking_takes_no_ray_into_this_process(home: Path, monkeypatch: pytest.
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_the_commands_of_the_page_run_as_they_stand(home: Path) -> None:
     """In a network without other machines, and among no other processes: `ray stop` ends all of Ray."""

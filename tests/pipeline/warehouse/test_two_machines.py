@@ -82,6 +82,37 @@ def test_what_is_announced(host: str, route: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("host", "route", "others", "expected"),
+    [
+        ("auto", "192.0.2.8", "", "192.0.2.8"),
+        ("auto", "192.0.2.8", "10.0.0.1", "192.0.2.8"),  # the way to the index is known to lead here
+        ("auto", "", "10.0.0.1", "10.0.0.1"),
+        (
+            "0.0.0.0",
+            "127.0.0.1",
+            "10.0.0.1",
+            "10.0.0.1",
+        ),  # the index is on this machine, and others come by its network
+        ("0.0.0.0", "", "127.0.0.1", "127.0.0.1"),  # a machine without a network
+        ("127.0.0.1", "127.0.0.1", "10.0.0.1", "127.0.0.1"),
+        ("::", "", "fd00::1", "fd00::1"),
+    ],
+)
+def test_an_address_that_is_derived_is_the_one_by_which_others_come(
+    host: str, route: str, others: str, expected: str
+) -> None:
+    assert announced(host, route, others) == expected
+
+
+@pytest.mark.parametrize(("host", "others"), [("0.0.0.0", "fd00::1"), ("::", "10.0.0.1")])
+def test_all_addresses_of_one_version_do_not_answer_at_the_other(host: str, others: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"stands for addresses of IPv\d alone, and other nodes reach this one at {others}"
+    ):
+        announced(host, "", others)
+
+
+@pytest.mark.parametrize(
     ("host", "route", "wrong"),
     [
         ("0.0.0.0", "", "stands for all addresses of this machine, and the index, which is on it too"),

@@ -264,11 +264,35 @@ def test_workers_are_placed_on_listed_clusters_alone() -> None:
 def test_hosts_may_run_workers_where_the_services_index_is_reached_from_other_machines() -> None:
     wanted = {"pipeline.serve": "0.0.0.0", "sync.transport": "collective", "sync.serve": "0.0.0.0"}
     wanted |= {"launch.remote_rollouts": 1, "launch.launcher": "process"}
-    assert "pipeline.index" in refused(recipe(), overrides=wanted, allow_listen={"0.0.0.0"})
+    found = refused(recipe(), overrides=wanted, allow_listen={"0.0.0.0"})
+    assert "needs an index that other machines reach" in found["launch.remote_rollouts"].wrong
     given = Settings(data=Path(), allow_listen=frozenset(["0.0.0.0"]), index="redis://:secret@10.0.0.1")
     accepted = accept(given, recipe(), wanted)
     assert accepted.pipeline.index == "embedded", "no recipe shows the service's index"
     assert accepted.launch.remote_rollouts == 1
+
+
+@pytest.mark.parametrize("key", [{"launch.remote_rollouts": 1}, {"launch.launcher": "ray"}])
+def test_one_key_for_other_machines_opens_ports_only_where_that_is_allowed(key: dict[str, Any]) -> None:
+    """Addresses follow from it, and may be any of the machine."""
+    [name] = key
+    wanted = {"launch.launcher": "process", "launch.address": "ray://10.0.0.2:10001", **key}
+    if name != "launch.launcher":
+        del wanted["launch.address"]
+    settings: dict[str, Any] = {"index": "redis://10.0.0.1", "allow_clusters": {"ray://10.0.0.2:10001"}}
+    assert "has the run listen" in refused(recipe(), overrides=wanted, **settings)[name].wrong
+    for served in ("sync.serve", "pipeline.serve"):
+        assert name in refused(
+            recipe(), overrides={**wanted, served: "127.0.0.7"}, **settings, allow_listen={"127.0.0.7"}
+        )
+    given = Settings(
+        data=Path(),
+        **{**settings, "allow_clusters": frozenset(settings["allow_clusters"])},
+        allow_listen=frozenset(["0.0.0.0"]),
+    )
+    accepted = accept(given, recipe(), wanted)
+    assert accepted.spans_machines
+    assert accepted.sync_address == accepted.warehouse_address == "auto"
 
 
 def test_a_deep_recipe_is_refused() -> None:
