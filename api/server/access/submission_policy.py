@@ -26,6 +26,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, SyncSection
 from orchestration.recipe.values import format_size
 from pipeline.index.address import redacted
+from stages.prompts.conversations import is_template_name
 from stages.prompts.files import Reading
 
 LONGEST_NAME = 64
@@ -200,6 +201,8 @@ class _Submission:
         for key in keys:
             value = self.value(key)
             if key in refused or not isinstance(value, str) or not value or value in plain.get(key, ()):
+                continue
+            if key == "prompts.chat_template" and is_template_name(value):
                 continue
             if real := _below_root(settings.roots, value):
                 override(self.data, key, str(real))
