@@ -56,7 +56,8 @@ class RowOptions(BaseModel):
     path: str | None = key(
         None,
         "`jsonl`, `parquet`: the file, or a folder of such files. `datasets`: a folder written by `save_to_disk`, or "
-        "`module:function` that returns a data set (anything with `len` and rows as mappings).",
+        "`module:function` that returns a data set: anything with `len` and rows as mappings, or a table of pandas or "
+        "pyarrow.",
     )
     task: str | None = key(None, "`reasoning_gym`: the name of its task. `builtin`: `repeat`.")
     config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = key(
