@@ -20,6 +20,7 @@ from pipeline.index.client import Index, RunStatus
 from pipeline.pacing import Pacer
 from pipeline.warehouse.dock import Dock
 from stages.difficulty import Difficulty, IndexedDifficulty
+from stages.flow.catalogue import GIVEN
 from stages.prompts.external import ExternalPrompts
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import PromptSource
@@ -110,9 +111,10 @@ class Gate:
 
 
 def columns(prompts: Sequence[Prompt]) -> dict[str, object]:
-    """The columns that a prompt brings: its ids, and as JSON what its row gave and its other fields."""
-    return {
-        "prompt_ids": [prompt.ids for prompt in prompts],
+    """The columns that a prompt brings: its ids, and as JSON what its row gave, its other fields and its responses."""
+    made: dict[str, object] = {
+        "prompt_ids": [prompt.ids[: prompt.context] for prompt in prompts],
         "given": [prompt.given_json for prompt in prompts],
         "fields": [prompt.fields_json for prompt in prompts],
     }
+    return made | ({GIVEN: [prompt.responses_json for prompt in prompts]} if prompts[0].responses else {})

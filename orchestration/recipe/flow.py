@@ -13,7 +13,7 @@ from orchestration.recipe.model_files import experts_of, text_config
 from orchestration.recipe.problems import value_or_none
 from stages.algorithms import NamedAlgorithm, algorithm_class, build_algorithm
 from stages.algorithms.interface import FOLLOWS
-from stages.flow.catalogue import PROMPT, RESPONSE, ROUTED, catalogue, expert_type
+from stages.flow.catalogue import PROMPT, RESPONSE, ROUTED, Truncated, catalogue, expert_type
 from stages.flow.declarations import BASE, Columns, StageDeclaration, itemsize
 from stages.flow.resolver import Flow, resolve
 from stages.flow.user_stage import UserStage, declaration_of, stage_class
@@ -29,7 +29,7 @@ def flow_of(recipe: Recipe) -> Flow:
     """The stages and columns of a run of ``recipe``. Raises FlowError, ValueError for a name that is not found."""
     declared = [declaration for _, declaration in stages_of(recipe)]
     algorithm: Any = algorithm_of(recipe)
-    functions, truncated = len(recipe.reward.functions), recipe.rollout.truncated
+    functions, truncated = len(recipe.reward.functions), credit_truncated(recipe)
     reads, given = reward_reads(recipe, declared), len(recipe.prompts.responses)
     stages = catalogue(
         rewards=functions,
@@ -45,6 +45,12 @@ def flow_of(recipe: Recipe) -> Flow:
     if recipe.runs_stage("reward") and "reward" in flow:
         return resolve(algorithm, stages, truncated, {"scores": f"float32 [{functions}]", **rated})
     return flow
+
+
+def credit_truncated(recipe: Recipe) -> Truncated:
+    """What the credit stage does about truncated responses: nothing where they are given, as the stage that takes them over
+    leaves them out."""
+    return "train" if recipe.prompts.responses else recipe.rollout.truncated
 
 
 def algorithm_of(recipe: Recipe) -> NamedAlgorithm:

@@ -21,7 +21,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of t
 GENERATION = "generation_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 LARGEST_JSON = 16 * 2**20  # bytes of a config or an index
 LARGEST_HEADER = 100 * 2**20  # of a safetensors file, as its format has it
 MOST_SHARDS = 2000
@@ -119,7 +119,7 @@ def end_tokens(folder: Path) -> set[int]:
 
 def has_chat_template(folder: Path) -> bool:
     """Whether the tokenizer in ``folder`` has a chat template."""
-    if any((folder / name).is_file() for name in CHAT_TEMPLATES):
+    if any((folder / name).exists() for name in CHAT_TEMPLATES):
         return True
     try:
         return bool(_json(folder / "tokenizer_config.json").get("chat_template"))

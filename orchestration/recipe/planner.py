@@ -244,7 +244,7 @@ def prompt_limits(recipe: Recipe) -> PromptLimits:
     if context is not None and context - recipe.rollout.max_tokens < tokens:
         tokens = context - recipe.rollout.max_tokens
         why = f"the model's context of {context} less rollout.max_tokens = {recipe.rollout.max_tokens}"
-    return PromptLimits(tokens, why, nbytes)
+    return PromptLimits(tokens, why, nbytes, recipe.rollout.max_tokens)
 
 
 def slab_bytes(recipe: Recipe) -> int:

@@ -37,7 +37,7 @@ from stages.models import (
     model_skeleton,
     weight_shapes,
 )
-from stages.prompts.templates import read_chat_template
+from stages.prompts.conversations import chosen_template
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def tokenizer_of(recipe: Recipe) -> Tokenizer:
     it, with the chat template of the recipe."""
     tokenizer = load_tokenizer("tiny" if recipe.model.source == "mock" else recipe.model.source)
     if recipe.prompts.chat_template:
-        tokenizer.chat_template = read_chat_template(recipe.prompts.chat_template)
+        tokenizer.chat_template = chosen_template(recipe.prompts.chat_template, tokenizer)
     return tokenizer
 
 

@@ -31,6 +31,7 @@ RESPONSE: Columns = {
 # response's but its last) the numbers of its experts, layer by layer. Of the type expert_type() says.
 OPTIONAL: Columns = {"loss_mask": "bool ragged", "row_weight": "float32", "routed_experts": ""}
 MASK, WEIGHT, ROUTED = OPTIONAL
+GIVEN = "responses"  # the column of responses that prompts bring: their tokens, and which of these are trained, as JSON
 # The update stage adds them to its batch: steps trained since the oldest token of the row was generated; and, of rows with
 # versions, since each token was.
 STALENESS, VERSIONS, TOKEN_STALENESS = "staleness", "versions", "token_staleness"
@@ -60,8 +61,9 @@ def catalogue(
     made = {**RESPONSE, **({ROUTED: f"{routed} ragged"} if routed else {})}
     if given_responses:
         del made["rollout_logprobs"]
-        made |= {"reward": "float32 finite"} if given_responses > 1 else {}
-    needs: Columns = {"fields": "text"} if given_responses else {"prompt_ids": "int64 ragged"}
+        made |= {MASK: OPTIONAL[MASK]} | ({"reward": "float32 finite"} if given_responses > 1 else {})
+        source = {**source, GIVEN: "text"}
+    needs: Columns = {GIVEN: "text"} if given_responses else {"prompt_ids": "int64 ragged"}
     rollout = StageDeclaration(
         "rollout", "groups", needs, made, "cpu" if given_responses else "policy", workers=int(not given_responses)
     )

@@ -28,7 +28,7 @@ from stages.prompts.options import SHORT_CHARACTERS, PromptOptions
 from stages.prompts.rows.splits import choose_split, data_files
 from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.tables import check_size, dataset_function, open_rows, saved_folder
-from stages.prompts.templates import fill_template, parse_template, prompt_in
+from stages.prompts.templates import fill_template, parse_template, prompt_in, responses_in
 
 MOST_FAULTS = 10  # of the rows of one source
 
@@ -38,19 +38,21 @@ class PromptCheck:
 
     ``conversation``  where the first conversation is; "": there is none
     ``columns``       of the rows that were read, without the prompt's; ``changes``: of their values
-    ``example``       the first sound row and where it is; None: there is none
+    ``examples``      the first sound row and where it is, and the first with a response of several messages
     ``rows``          number of the source's rows; None: it is not known
     ``has_columns``   whether a row was read, or a schema
-    ``about``         which files and rows they are, for people"""
+    ``about``         which files and rows they are, for people
+    ``has_faults``    whether anything is wrong"""
 
     def __init__(self, options: PromptOptions, reading: Reading) -> None:
         self.options, self.reading = options, reading
         self.conversation = ""
         self.columns: set[str] = set()
         self.changes: Changes = {}
-        self.example: tuple[Row, str] | None = None
+        self.examples: list[tuple[Row, str]] = []
         self.rows: int | None = None
         self.has_columns, self.about = False, ""
+        self.has_faults = self._has_turns = False  # turns of an example
         self._pieces = parse_template(options.template)
 
     def faults(self) -> Iterator[PromptError]:
@@ -61,10 +63,13 @@ class PromptCheck:
                 if count > MOST_FAULTS:
                     yield PromptError(f"prompts: {self.options.path} has more such rows; correct these first")
                     return
+                self.has_faults = True
                 yield fault
         except PromptError as error:
+            self.has_faults = True
             yield error
         except Exception as error:  # of a library that reads a file
+            self.has_faults = True
             yield PromptError(f"prompts: {source} cannot be read ({type(error).__name__}: {error}); correct it")
 
     def _faults(self) -> Iterator[PromptError]:
@@ -129,7 +134,11 @@ class PromptCheck:
             fill_template(self._pieces, fields | {"prompt": given}, SHORT_CHARACTERS, where)
         else:
             self.conversation = self.conversation or where
-        self.example = self.example or (row, where)
+        responses = responses_in(fields, self.options.responses, where)
+        has_turns = any(not isinstance(response, str) and len(response) > 1 for response in responses)
+        if not self.examples or (has_turns and not self._has_turns):
+            self.examples.append((row, where))
+            self._has_turns = has_turns
 
     def _check_parquet(self, files: Sequence[Path]) -> Iterator[PromptError]:
         with extra("data"):

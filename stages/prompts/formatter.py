@@ -1,21 +1,23 @@
 """Makes prompts of rows: template, chat template, token ids, and the check of how long a prompt is.
 
 row ── prompt_in ──▶ string ── template ──▶ (chat template) ──▶ text ── tokenizer ──▶ Prompt
-          └────────▶ messages ───────────── chat template ──────┘
+          └────────▶ messages ───────────── chat template ──────┘                       ▲
+     └ responses_in ──▶ given responses, rendered after the prompt ── tokenizer ────────┘
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from stages.prompts.conversations import Conversations, Response, chosen_template, plain_response
 from stages.prompts.files import PromptError, Row
 from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.tables import Table
-from stages.prompts.templates import Message, fill_template, parse_template, prompt_in, read_chat_template, responses_in
+from stages.prompts.templates import Message, fill_template, parse_template, prompt_in, responses_in, turns_of
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch, which takes seconds to import
@@ -27,12 +29,20 @@ if TYPE_CHECKING:  # recipes are read, and runs watched over the network, withou
 @dataclass(frozen=True)
 class Prompt:
     """``ids`` int64 [P] as the model reads them; ``text`` that they spell (chat template included); ``given``, the prompt as
-    its row had it; ``fields``, the row's other columns, which reward functions get."""
+    its row had it; ``fields``, the row's other columns, which reward functions get. ``responses`` that its row gives
+    continue the first ``context`` tokens (None: all)."""
 
     ids: torch.Tensor
     text: str
     given: str | list[Message]
     fields: dict[str, Any]
+    responses: Sequence[Response] = ()
+    context: int | None = None
+
+    @property
+    def responses_json(self) -> str:
+        """``responses`` as the column of that name has them."""
+        return json.dumps([{"ids": each.ids, "spans": each.spans} for each in self.responses], separators=(",", ":"))
 
     @property
     def given_json(self) -> str:
@@ -53,8 +63,9 @@ class PromptFormatter:
         self.changes: Changes = {}  # of the columns that were read so far
         self.limits = limits or PromptLimits(options.max_prompt_tokens)
         self._pieces = parse_template(options.template)
-        self._template = read_chat_template(options.chat_template) if options.chat_template else tokenizer.chat_template
-        has_template = self._template is not None
+        template = chosen_template(options.chat_template, tokenizer)
+        has_template = template is not None
+        self._chats = None if template is None else Conversations(tokenizer, template, options.chat_template_options)
         self._chat = has_template if options.chat is None else options.chat
         if self._chat and not has_template:
             raise PromptError("prompts.chat = true, but the tokenizer has no chat template; set chat = false")
@@ -73,16 +84,18 @@ class PromptFormatter:
 
     def prompt(self, row: Row, where: str) -> Prompt:
         """Return the prompt of ``row``, however long; its beginning is cut off if the options say so."""
-        given, fields, text = self._read(row, where)
-        if text is None:
+        read = self._read(row, where)
+        if read.text is None:
             raise PromptError(f"prompts: {where} has more than {self.limits.characters} characters; shorten it")
-        ids, limit = self._ids(given, text, where), self.limits.tokens
+        ids, text, limit = self._ids(read, where), read.text, self.limits.tokens
+        context, responses = self._responses(read, ids, where) if self.options.responses else (None, [])
         if self.options.too_long == "cut" and limit is not None and len(ids) > limit:
+            context = None if context is None else max(0, context - len(ids) + limit)
             ids = ids[-limit:]
             text = str(self._tokenizer.decode(ids))
         import torch
 
-        return Prompt(torch.tensor(ids, dtype=torch.int64), text, given, fields)
+        return Prompt(torch.tensor(ids, dtype=torch.int64), text, read.given, read.fields, responses, context)
 
     def bounded(self, row: Row, where: str, too_long: LongPrompts) -> Prompt | None:
         """Return the prompt of ``row``. One that is too long is added to ``too_long``; None when it is skipped. Raises
@@ -100,9 +113,9 @@ class PromptFormatter:
     def _fits(self, row: Row, where: str, too_long: LongPrompts) -> bool:
         """Whether ``row`` makes a prompt. A text that is surely too long is not built, and one whose bytes already show that
         it is short enough is not tokenized."""
-        given, fields, text = self._read(row, where)
-        limit, most = self.limits.tokens, self.limits.nbytes
-        if most is not None and (size := len(json.dumps(given)) + len(json.dumps(fields))) > most:
+        read = self._read(row, where)
+        text, limit, most = read.text, self.limits.tokens, self.limits.nbytes
+        if most is not None and (size := self._bytes(read)) > most:
             length = f"{size} bytes, more than the {most} for which pipeline.arena has room"
             return self._refuse(where, length, too_long, can_cut=False)
         if text is None or len(text) > self.limits.characters:
@@ -110,7 +123,7 @@ class PromptFormatter:
             return self._refuse(where, length, too_long, can_cut=text is not None)
         if limit is None or (text.strip() and (len(text.encode()) + 16) * self._most_tokens_per_byte <= limit):
             return True
-        tokens = len(self._ids(given, text, where))
+        tokens = len(self._ids(read, where))
         return tokens <= limit or self._refuse(where, f"{tokens} tokens", too_long)
 
     def _refuse(self, where: str, length: str, too_long: LongPrompts, *, can_cut: bool = True) -> bool:
@@ -125,45 +138,78 @@ class PromptFormatter:
         too_long.add(where, length, "cut" if stays else "skipped")
         return stays
 
-    def _ids(self, given: str | list[Message], text: str, where: str) -> list[int]:
-        has_special_tokens = self._chat or not isinstance(given, str)  # a chat template writes them itself
-        ids: list[int] = self._tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"]
+    def _bytes(self, read: _Read) -> int:
+        """Return how many bytes the columns of the row have at most."""
+        size = len(json.dumps(read.given)) + len(json.dumps(read.fields))
+        for response in read.responses:  # a token of it is a byte or more, and a number of up to six digits
+            characters = len(json.dumps(response))
+            size += 7 * min(characters, self.limits.response or characters)
+        return size
+
+    def _ids(self, read: _Read, where: str) -> list[int]:
+        has_special_tokens = read.messages is not None  # a chat template writes them itself
+        ids: list[int] = self._tokenizer(read.text, add_special_tokens=not has_special_tokens)["input_ids"]
         if not ids:
-            raise PromptError(f"prompts: {where} has no tokens: {text!r:.100}; give a prompt that the model can read")
+            raise PromptError(
+                f"prompts: {where} has no tokens: {read.text!r:.100}; give a prompt that the model can read"
+            )
         return ids
 
-    def _read(self, row: Row, where: str) -> tuple[str | list[Message], Row, str | None]:
-        """Return the row's prompt, its other columns, and the text they make. Of a string that is longer than the limits
-        allow, the text's end, one character longer than they allow; of such a conversation, None."""
+    def _responses(self, read: _Read, prompt_ids: list[int], where: str) -> tuple[int, list[Response]]:
+        """Return how many of the prompt's tokens the responses continue, and the responses."""
+        cut = [read.fields.get(f"{name}_truncated") is True for name in self.options.responses]
+        if read.messages is not None and self._chats is not None:
+            given = [{"role": "user", "content": read.given}] if isinstance(read.given, str) else read.given
+            prompts = (read.messages, given, read.messages[-len(given) :])
+            turns = [turns_of(response, prompts, where) for response in read.responses]
+            context, responses = self._chats.responses(read.messages, turns, cut, where)
+        else:
+            of_row = [{"role": "user", "content": str(read.given)}]
+            turns = [turns_of(response, [of_row], where) for response in read.responses]
+            if any(len(of) > 1 for of in turns):
+                raise PromptError(
+                    f"prompts: {where} has a response of several turns, which needs a chat template; use a model that has "
+                    "one, give one with prompts.chat_template, or make a row of each turn"
+                )
+            texts = [of[0]["content"] for of in turns]
+            context, text = len(prompt_ids), str(read.text)
+            responses = [
+                plain_response(self._tokenizer, text, prompt_ids, response, is_cut, where)
+                for response, is_cut in zip(texts, cut, strict=True)
+            ]
+        most = None if self.limits.response is None else self.limits.response + 1  # which shows that it is longer
+        return context, [Response(each.ids[:most], each.spans) for each in responses]
+
+    def _read(self, row: Row, where: str) -> _Read:
+        """Return the parts of a row, and the text of its prompt. Of a string that is longer than the limits allow, the
+        text's end, one character longer than they allow; of such a conversation, None."""
         row = self._plain(row, where)
         given, most = prompt_in(row, self.options.column, where), self.limits.characters + 1
         fields = {name: value for name, value in row.items() if name != self.options.column}
-        responses_in(fields, self.options.responses, where)
+        responses = responses_in(fields, self.options.responses, where)
         if isinstance(given, str):
             filled = fill_template(self._pieces, fields | {"prompt": given}, most, where)
             if not self._chat:
-                return given, fields, filled
+                return _Read(given, fields, responses, None, filled)
             messages = [{"role": "user", "content": filled}]
         else:
             messages = given
-        if self._template is None:
+        if self._chats is None:
             raise PromptError(
                 f"prompts: {where} is a conversation, but the tokenizer has no chat template; use one that has, or texts"
             )
-        if not isinstance(given, str) and sum(len(message["content"]) + 1 for message in given) >= most:
-            return given, fields, None
         if self.options.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.options.system}, *messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self.options.chat_template_options,
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            raise PromptError(
-                f"prompts: {where} is refused by the chat template ({error}); change the messages"
-            ) from error
-        return given, fields, str(text)
+        is_long = not isinstance(given, str) and sum(len(message["content"]) + 1 for message in given) >= most
+        return _Read(given, fields, responses, messages, None if is_long else self._chats.prompt(messages, where))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The parts of a row: ``messages`` of its prompt (None: it is read as a text), and the ``text`` that the model reads."""
+
+    given: str | list[Message]
+    fields: Row
+    responses: list[str | list[Message]]
+    messages: list[Message] | None
+    text: str | None

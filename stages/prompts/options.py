@@ -29,11 +29,13 @@ Kind = Literal["jsonl", "parquet", "datasets", "reasoning_gym", "builtin", "exte
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """How long a prompt may be: ``tokens``, for the reason ``why``, and ``nbytes`` of its row as JSON. None: no limit."""
+    """How long a prompt may be: ``tokens``, for the reason ``why``, and ``nbytes`` of its row as JSON. ``response``: tokens
+    of a given response that are kept at most. None: no limit."""
 
     tokens: int | None = None
     why: str = "prompts.max_prompt_tokens"
     nbytes: int | None = None
+    response: int | None = None
 
     @property
     def characters(self) -> int:
@@ -54,7 +56,8 @@ class RowOptions(BaseModel):
     path: str | None = key(
         None,
         "`jsonl`, `parquet`: the file, or a folder of such files. `datasets`: a folder written by `save_to_disk`, or "
-        "`module:function` that returns a data set (anything with `len` and rows as mappings).",
+        "`module:function` that returns a data set: anything with `len` and rows as mappings, or a table of pandas or "
+        "pyarrow.",
     )
     task: str | None = key(None, "`reasoning_gym`: the name of its task. `builtin`: `repeat`.")
     config: Annotated[dict[str, Any], schema_of(CONFIGS["repeat"] | dict[str, Any])] = key(
@@ -149,7 +152,9 @@ class PromptOptions(RowOptions):
         None, "Put string prompts into the tokenizer's chat template as the user's message. Default: if it has one."
     )
     chat_template: str | None = key(
-        None, "Jinja file with a chat template that replaces the tokenizer's. Checkpoints of the model keep it."
+        None,
+        "Jinja file with a chat template that replaces the tokenizer's, or the name of one of several that the tokenizer "
+        "has. Checkpoints of the model keep it. Default: the tokenizer's, of several the one named `default`.",
     )
     chat_template_options: dict[str, Any] = key(
         {}, "Variables of the chat template, for example `{ enable_thinking = false }`."
@@ -167,7 +172,7 @@ class PromptOptions(RowOptions):
     responses: list[str] = key(
         [],
         "Columns with responses, texts or messages: nothing is generated, and each prompt has these, the best first. "
-        '`["response"]` for `sft`; `["chosen", "rejected"]` for `dpo`.',
+        '`["response"]` for `sft`; `["chosen", "rejected"]` for `dpo`. Of several turns those of the assistant are trained.',
         max_length=64,
     )
     held_out: float = key(0.0, "Share of distinct prompts that training never sees, for evaluation.", ge=0.0, lt=1.0)

@@ -158,6 +158,11 @@ def _dataset(path: str, split: str | None, leave_out: Sequence[str]) -> Any:
         dataset = dataset[choose_split(path, split, dataset)]
     else:
         choose_split(path, split, None)
+    library = type(dataset).__module__.partition(".")[0]
+    if library == "pandas" and hasattr(dataset, "to_dict"):
+        dataset = dataset.drop(columns=[name for name in leave_out if name in dataset]).to_dict("records")
+    elif library == "pyarrow" and hasattr(dataset, "to_pylist"):
+        dataset = dataset.select([name for name in dataset.schema.names if name not in leave_out]).to_pylist()
     if hasattr(dataset, "remove_columns"):
         dataset = dataset.remove_columns([name for name in leave_out if name in dataset.column_names])
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

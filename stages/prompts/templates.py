@@ -103,21 +103,39 @@ def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Mes
     )
 
 
-def responses_in(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[str]:
+def responses_in(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[str | list[Message]]:
     """Return the responses in a row's ``columns``: each a string, or messages that end with one of the assistant. Raises
     PromptError for anything else."""
-    found = []
+    found: list[str | list[Message]] = []
     for column in columns:
         given = row.get(column)
-        if isinstance(given, Sequence) and given and _is_message(given[-1]) and given[-1]["role"] == "assistant":
-            given = given[-1]["content"]
-        if not isinstance(given, str):
+        if isinstance(given, str):
+            found.append(given)
+        elif isinstance(given, list) and given and all(map(_is_message, given)) and given[-1]["role"] == "assistant":
+            found.append([dict(message) for message in given])
+        else:
             raise PromptError(
                 f"prompts: {where} has {given!r:.200} in column {column!r}; a response is a string, or a list of messages "
                 "that ends with one of the assistant; correct the row, or prompts.responses"
             )
-        found.append(given)
     return found
+
+
+def turns_of(response: str | list[Message], prompts: Sequence[Sequence[Message]], where: str) -> list[Message]:
+    """Return a response as messages, the first and the last of the assistant. Messages that repeat one of ``prompts``, forms
+    of the prompt, at the beginning are left out: data sets of pairs have whole conversations. Raises PromptError."""
+    if isinstance(response, str):
+        return [{"role": "assistant", "content": response}]
+    for prompt in prompts:
+        if list(prompt) == response[: len(prompt)] and len(response) > len(prompt):
+            response = response[len(prompt) :]
+            break
+    if response[0]["role"] != "assistant":
+        raise PromptError(
+            f"prompts: {where} has a response that begins with a message of {response[0]['role']!r}: "
+            f"{response[0]['content']!r:.100}; it must begin with one of the assistant, or with the prompt's own messages"
+        )
+    return response
 
 
 def _is_message(value: Any) -> bool:

@@ -27,6 +27,7 @@ from orchestration.recipe.sections import TLS_FILES
 from orchestration.recipe.values import format_size
 from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
+from stages.prompts.conversations import is_template_name
 from stages.prompts.files import Reading
 
 LONGEST_NAME = 64
@@ -219,6 +220,8 @@ class _Submission:
         for key in keys:
             value = self.value(key)
             if key in refused or not isinstance(value, str) or not value or value in plain.get(key, ()):
+                continue
+            if key == "prompts.chat_template" and is_template_name(value):
                 continue
             if real := _below_root(settings.roots, value):
                 override(self.data, key, str(real))

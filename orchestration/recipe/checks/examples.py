@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from orchestration.recipe.checks.machine import prompts_can_be_read
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.model_files import KNOWN_MODELS, tokens_of
 from orchestration.recipe.planner import prompt_limits, vocabulary_of
 from orchestration.recipe.problems import Problem, RecipeError, split_fix, value_or_none
 from orchestration.recipe.schema import Recipe
+from stages.prompts.conversations import chosen_template, is_template_name
 from stages.prompts.file_checks import PromptCheck
 from stages.prompts.files import PromptError, Reading, Row
 from stages.prompts.options import PromptOptions
@@ -22,7 +24,13 @@ if TYPE_CHECKING:
     from stages.models import Tokenizer
 
 FEW_ROWS = 20  # read of a file for an example
-QUESTION = "What is 3 + 4?"
+# Conversations, of which a template takes one at least.
+QUESTION = {"role": "user", "content": "What is 3 + 4?"}
+INVENTED = (
+    [QUESTION],
+    [{"role": "system", "content": "Answer."}, QUESTION],
+    [QUESTION, {"role": "assistant", "content": "3"}],
+)
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,9 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
     found = []
     try:
         for part in recipe.prompts.parts().values():
-            row, form = _first_row(part, recipe.seed), PromptFormatter(part, tokenizer, prompt_limits(recipe))
-            if row is not None and (prompt := form.bounded(*row, LongPrompts(None))) is not None:
-                found.append(ExamplePrompt(row[1], prompt.text, len(prompt.ids)))
+            rows, form = _first_rows(part, recipe.seed), PromptFormatter(part, tokenizer, prompt_limits(recipe))
+            if rows and (prompt := form.bounded(*rows[0], LongPrompts(None))) is not None:
+                found.append(ExamplePrompt(rows[0][1], prompt.text, len(prompt.ids)))
     except PromptError as error:
         wrong, fix = split_fix(str(error).removeprefix("prompts: "))
         raise RecipeError(recipe.name, [Problem("prompts", None, wrong, fix)]) from error
@@ -76,8 +84,9 @@ def _tokenizer(recipe: Recipe) -> Tokenizer | None:
     return value_or_none(lambda: load_tokenizer(source) if is_ready(source) else None)
 
 
-def _first_row(options: PromptOptions, seed: int) -> tuple[Row, str] | None:
-    """The first row of a source and where it is; None where it cannot be had without running code of the user."""
+def _first_rows(options: PromptOptions, seed: int) -> list[tuple[Row, str]]:
+    """The first row of a source and where it is, and perhaps one more; none where they cannot be had without running code
+    of the user."""
     from stages.prompts.tables import open_rows
 
     match options.source:
@@ -85,16 +94,16 @@ def _first_row(options: PromptOptions, seed: int) -> tuple[Row, str] | None:
             check = PromptCheck(options, Reading(rows=FEW_ROWS))
             for _ in check.faults():
                 pass
-            return check.example
+            return check.examples
         case "external":
-            return None
+            return []
         case "datasets" if ":" in str(options.path):
-            return None
+            return []
     # A task without a size makes its rows one by one.
     config = {name: value for name, value in options.config.items() if name != "size"}
     rows = open_rows(options.model_copy(update={"config": config}), seed)
     where = f"row 1 of {options.task or options.path}"
-    return (rows(0) if callable(rows) else rows[0]), where
+    return [(rows(0) if callable(rows) else rows[0], where)]
 
 
 @machine_check("model.source", "prompts.chat_template")
@@ -105,8 +114,7 @@ def embedding_has_all_tokens(recipe: Recipe, environment: Environment) -> Iterat
     if rows is None or recipe.model.source in KNOWN_MODELS or (tokenizer := _tokenizer(recipe)) is None:
         return
     try:
-        path = recipe.prompts.chat_template
-        template = read_chat_template(path) if path else str(tokenizer.chat_template)
+        template = chosen_template(recipe.prompts.chat_template, tokenizer) or ""
     except PromptError:  # reported for the template
         template = ""
     ends, added = (tokenizer.bos_token_id, tokenizer.eos_token_id), tokenizer.added_tokens_decoder
@@ -124,33 +132,56 @@ def embedding_has_all_tokens(recipe: Recipe, environment: Environment) -> Iterat
         yield problem(recipe, "model.source", wrong, fix)
 
 
-@machine_check("prompts", "model.source")
-def chat_template_renders(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+@machine_check("prompts", "model.source", after=(prompts_can_be_read,))
+def prompts_are_rendered(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    """Check the chat template, and responses that rows give, on rows of each source. Where none can be read, the template
+    need take one of several conversations."""
     prompts = recipe.prompts
     key = "prompts.chat_template" if prompts.chat_template else "prompts.chat_template_options"
-    if not getattr(prompts, key.removeprefix("prompts.")):
+    if not (prompts.chat_template or prompts.chat_template_options or prompts.responses):
         return
     try:
-        tokenizer, template = _tokenizer(recipe), None
-        if prompts.chat_template:
-            template = read_chat_template(prompts.chat_template)
-        elif tokenizer is not None:
-            template = tokenizer.chat_template
-        if template is None:
-            if tokenizer is not None:
-                fix = "give one with prompts.chat_template, or take them out"
-                yield problem(recipe, key, f"has no effect: model.source = {recipe.model.source!r} has none", fix)
+        tokenizer = _tokenizer(recipe)
+        if tokenizer is None:
+            if prompts.chat_template and not is_template_name(prompts.chat_template):
+                check_chat_options(read_chat_template(prompts.chat_template), prompts.chat_template_options)
             return
-        check_chat_options(template, prompts.chat_template_options)
-        if tokenizer is not None:
-            from stages.prompts.formatter import PromptFormatter
-
-            for name, part in prompts.parts().items():
-                found = environment.prompts[name].example if name in environment.prompts else None
-                row, where = found or ({part.column: [{"role": "user", "content": QUESTION}]}, "an example")
-                PromptFormatter(part, tokenizer).bounded(row, where, LongPrompts(None))
+        template = chosen_template(prompts.chat_template, tokenizer)
+        if template is None and prompts.chat_template_options:
+            fix = "give one with prompts.chat_template, or take them out"
+            yield problem(recipe, key, f"has no effect: model.source = {recipe.model.source!r} has none", fix)
+            return
+        if template is not None:
+            check_chat_options(template, prompts.chat_template_options)
+        for name, part in prompts.parts().items():
+            if name in environment.prompts:
+                yield from _rendering_problems(recipe, key, part, tokenizer, environment.prompts[name])
     except PromptError as error:
         yield _template_problem(recipe, key, str(error))
+
+
+def _rendering_problems(
+    recipe: Recipe, key: str, part: PromptOptions, tokenizer: Tokenizer, check: PromptCheck
+) -> Iterator[Problem]:
+    """Problems of the rows that were read, or of a task's first row; of a source whose rows cannot be read, one that
+    all invented conversations have."""
+    from stages.prompts.formatter import PromptFormatter
+
+    if check.has_faults and not check.examples:
+        return
+    rows = check.examples or _first_rows(part, recipe.seed)
+    if rows or part.source in ("jsonl", "parquet"):
+        for row, where in rows:
+            PromptFormatter(part, tokenizer).prompt(row, where)
+        return
+    formatter, errors = PromptFormatter(part.model_copy(update={"responses": []}), tokenizer), list[PromptError]()
+    for messages in INVENTED:
+        try:
+            formatter.prompt({part.column: messages}, "an example")
+            return
+        except PromptError as error:
+            errors.append(error)
+    yield _template_problem(recipe, key, str(errors[0]))
 
 
 def _template_problem(recipe: Recipe, key: str, text: str) -> Problem:
@@ -161,6 +192,8 @@ def _template_problem(recipe: Recipe, key: str, text: str) -> Problem:
         value = recipe.prompts.chat_template_options.get(name.removeprefix(options))
         return Problem(name, value, *split_fix(text.removeprefix(name).lstrip()))
     text = text.removeprefix(f"{key} = {recipe.prompts.chat_template!r} ").removeprefix("prompts: ")
+    if not getattr(recipe.prompts, key.removeprefix("prompts.")):  # neither a template nor options are given
+        key = "prompts.responses"
     return problem(recipe, key, *split_fix(text))
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from orchestration.recipe import model_files
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
-from orchestration.recipe.flow import stage_columns
+from orchestration.recipe.flow import flow_of, stage_columns
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.planner import (
     checkpoint_bytes,
@@ -220,7 +220,10 @@ def _beyond_vllm_on_cpu(config: dict[str, Any]) -> Iterator[str]:
             yield f"whose attention has heads of {', '.join(map(str, VLLM_CPU_HEADS))} numbers, and the model's have {size}"
 
 
-@machine_check(*(f"prompts.{name}" for name in ("source", "path", "task", "config", "column", "split", "sources")))
+PROMPT_KEYS = ("source", "path", "task", "config", "column", "template", "leave_out", "responses", "split", "sources")
+
+
+@machine_check(*(f"prompts.{name}" for name in PROMPT_KEYS), after=(model_can_be_loaded,))
 def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     for key, part in recipe.prompts.parts().items():
         package, package_extra = PACKAGES.get(str(part.source), ("", ""))
@@ -258,11 +261,12 @@ def _prompt_problem(key: str, part: PromptOptions, text: str) -> Problem:
     return Problem(f"{key}.path", part.path, *split_fix(text.removeprefix(part.path).lstrip(", ")))
 
 
-@machine_check("reward.functions", "external", "stages")
+@machine_check("reward.functions", "external", "stages", after=(prompts_can_be_read,))
 def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     """Checks that the rows have the columns that the run's own reward functions are called with."""
-    if not recipe.runs_stage("reward"):
-        return
+    scores_samples = value_or_none(lambda: "reward" in flow_of(recipe)) is not False
+    if not recipe.runs_stage("reward") or not (scores_samples or recipe.evaluate.every):
+        return  # another program scores, or nothing does
     columns = set().union(*(check.columns for check in environment.prompts.values()))
     made = stage_columns(recipe).keys()
     for key, check in environment.prompts.items():
@@ -286,7 +290,7 @@ def rewards_get_their_columns(recipe: Recipe, environment: Environment) -> Itera
             yield Problem(f"reward.functions.{index}.name", function.name, wrong, fix)
 
 
-@machine_check("prompts", "model.source")
+@machine_check("prompts", "model.source", after=(prompts_can_be_read,))
 def chat_template_exists(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
     prompts, source = recipe.prompts, recipe.model.source
     if (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from orchestration.recipe.problems import Problem
@@ -23,7 +24,7 @@ from stages.prompts.files import Reading
 class Environment:
     """What a recipe is compared with: files, read within ``reading``; the disk of ``folder``; this machine's devices if
     ``devices``, and its addresses if ``here``. ``prompts`` has what was read of each source of prompts, by its key in the
-    recipe."""
+    recipe: a check that reads it runs after the one that reads the sources (``machine_check(…, after=…)``)."""
 
     reading: Reading
     folder: Path
@@ -36,6 +37,7 @@ Check = Callable[[Recipe], Iterator[Problem]]
 MachineCheck = Callable[[Recipe, Environment], Iterator[Problem]]
 CHECKS: dict[Check, tuple[str, ...]] = {}  # of the recipe alone, with the keys or sections that each reads
 MACHINE_CHECKS: dict[MachineCheck, tuple[str, ...]] = {}  # of files, devices and free room
+AFTER: dict[MachineCheck, tuple[MachineCheck, ...]] = {}  # the checks whose findings in the Environment each reads
 
 
 def check(*keys: str) -> Callable[[Check], Check]:
@@ -48,14 +50,20 @@ def check(*keys: str) -> Callable[[Check], Check]:
     return register
 
 
-def machine_check(*keys: str) -> Callable[[MachineCheck], MachineCheck]:
-    """Register a check that compares ``keys`` with files, devices or free room of this machine."""
+def machine_check(*keys: str, after: tuple[MachineCheck, ...] = ()) -> Callable[[MachineCheck], MachineCheck]:
+    """Register a check that compares ``keys`` with files, devices or free room of this machine. ``after``: the checks whose
+    findings in the :class:`Environment` it reads, or before which it must not spend the Reading; they run first."""
 
     def register(function: MachineCheck) -> MachineCheck:
-        MACHINE_CHECKS[function] = keys
+        MACHINE_CHECKS[function], AFTER[function] = keys, after
         return function
 
     return register
+
+
+def machine_checks() -> list[MachineCheck]:
+    """Return the checks of the machine, each after those that it names, and else in the order of their registration."""
+    return list(TopologicalSorter({check: AFTER[check] for check in MACHINE_CHECKS}).static_order())
 
 
 def run_checks(recipe: Recipe, wrong: Collection[str], environment: Environment | None) -> Iterator[Problem]:
@@ -66,8 +74,8 @@ def run_checks(recipe: Recipe, wrong: Collection[str], environment: Environment 
     if environment is not None:
         if recipe.launch.on_cluster:  # this machine's devices and memory are not those of its nodes
             environment.devices = False
-        for check_machine, keys in MACHINE_CHECKS.items():
-            if not _overlap(keys, wrong):
+        for check_machine in machine_checks():
+            if not _overlap(MACHINE_CHECKS[check_machine], wrong):
                 yield from check_machine(recipe, environment)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import structlog
 
 from orchestration.guard.rules import DROPPED
-from orchestration.recipe.flow import flow_of
+from orchestration.recipe.flow import credit_truncated, flow_of
 from orchestration.recipe.planner import prompt_limits
 from orchestration.rewards.pool import scored_by
 from orchestration.run.builders.job import Job, Work
@@ -59,19 +59,20 @@ class FlowJob(Job):
             pacer=Pacer(recipe.staleness_plan) if recipe.is_paced else None,
         )
         flow = flow_of(recipe)
+        most = max(LEAST_DROPPED, STEPS_DROPPED * recipe.train.groups_per_step)
+        alarm = None if DROPPED in recipe.guard.off else DropAlarm(self.index, most, f"{self.kind}-{self.number}")
         if recipe.prompts.responses:
-            columns, longest = recipe.prompts.responses, recipe.rollout.max_tokens
-            self.control(GivenResponses(self.dock, self.tokenizer, columns, longest))
+            count, rollout = len(recipe.prompts.responses), recipe.rollout
+            unit = self.algorithm().unit
+            self.control(GivenResponses(self.dock, count, rollout.max_tokens, rollout.truncated, unit, alarm))
         if recipe.runs_stage("reward") and "reward" in flow:
             self.control(await self.reward_stage())
         if CREDIT in flow:
             rewards = scored_by(recipe) if "scores" in flow[CREDIT].needs else ()
             rated = self.index if by_difficulty else None
-            most = max(LEAST_DROPPED, STEPS_DROPPED * recipe.train.groups_per_step)
-            alarm = None if DROPPED in recipe.guard.off else DropAlarm(self.index, most, f"{self.kind}-{self.number}")
             refill = self.index, recipe.algorithm.max_refill * recipe.train.groups_per_step
             masked = MASK in flow[CREDIT].needs
-            self.control(Advantage(self.algorithm(), recipe.rollout.truncated, rewards, rated, alarm, refill, masked))
+            self.control(Advantage(self.algorithm(), credit_truncated(recipe), rewards, rated, alarm, refill, masked))
 
     async def _prompts(self) -> PromptSource:
         recipe, limits = self.recipe, prompt_limits(self.recipe)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from orchestration.recipe.checks.teacher import teacher_is_needed
 from orchestration.recipe.planner import notices_of
@@ -17,20 +16,21 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TeacherSection
 from orchestration.run.run import Run
-from stages.models import load_model
+from stages.models import load_tokenizer
 from stages.prompts.files import PromptError
+from stages.prompts.options import PromptOptions
 from stages.prompts.sources import load_prompts
 from tests.orchestration.run.test_run import assert_nothing_left
 from tests.orchestration.runs import TINY, complete, recipe
 
 
 def pairs(path: Path, count: int = 200) -> Path:
-    """Preferred: the prompt's first letter, four times, as messages. Rejected: its second letter."""
+    """Preferred: the prompt's first letter, four times, as messages after the prompt's. Rejected: its second letter."""
     rng = random.Random(0)
     with path.open("w") as file:
         for _ in range(count):
             good, bad = rng.sample("abcdefgh", 2)
-            chosen = [{"role": "user", "content": "…"}, {"role": "assistant", "content": good * 4}]
+            chosen = [{"role": "user", "content": f"{good}{bad}="}, {"role": "assistant", "content": good * 4}]
             row = {"prompt": f"{good}{bad}=", "chosen": chosen, "rejected": bad * 4, "answer": good * 4}
             file.write(json.dumps(row) + "\n")
     return path
@@ -194,9 +194,8 @@ def test_a_row_without_its_response_is_named(tmp_path: Path) -> None:
     path = pairs(tmp_path / "pairs.jsonl", 3)
     with path.open("a") as file:
         file.write(json.dumps({"prompt": "ab=", "chosen": "aaaa", "rejected": None}) + "\n")
-    made, (_, tokenizer) = (
-        from_file(path, ["chosen", "rejected"], algorithm__name="dpo"),
-        load_model("tiny", dtype=torch.float32, seed=0),
-    )
+    with pytest.raises(RecipeError, match=r"line 4 has None in column 'rejected'"):
+        from_file(path, ["chosen", "rejected"], algorithm__name="dpo")
+    options = PromptOptions(source="jsonl", path=str(path), responses=["chosen", "rejected"])
     with pytest.raises(PromptError, match=r"line 4 has None in column 'rejected'"):
-        load_prompts(made.prompts, tokenizer, 0)
+        load_prompts(options, load_tokenizer("tiny"), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from api.cli.main import app
 from api.server.access.submission_policy import accept
 from api.server.service import Settings
 from orchestration.recipe.checks.examples import example_prompts
+from orchestration.recipe.checks.registry import MACHINE_CHECKS, machine_checks
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.engines import tokenizer_of
-from stages.models import tiny_tokenizer
+from stages.models import tiny_model, tiny_tokenizer
 from stages.prompts.options import PromptOptions
 from stages.prompts.sources import load_prompts
 from tests.orchestration.runs import TINY, recipe
@@ -118,3 +120,137 @@ def test_a_first_prompt_that_is_skipped_is_no_example(tmp_path: Path) -> None:
     )
     prompts = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "max_prompt_tokens": 9}
     assert example_prompts(recipe({**TINY, "prompts": prompts})) == []
+
+
+NEEDS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('a system message is needed') }}{% endif %}" + THINKING
+)
+CONVERSATION = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
+
+
+def conversations() -> list[dict[str, Any]]:
+    return [{"prompt": CONVERSATION, "answer": "a"}] * 3
+
+
+def problems_of(prompts: dict[str, Any], **changes: Any) -> dict[str, str]:
+    try:
+        recipe({**TINY, "prompts": {"max_prompt_tokens": 64, **prompts}, "evaluate": {"every": 0}}, **changes)
+    except RecipeError as error:
+        return {problem.key: problem.wrong for problem in error.problems}
+    return {}
+
+
+def rows_file(tmp_path: Path, *rows: dict[str, Any]) -> str:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / "rows.jsonl")
+
+
+def test_a_template_is_judged_on_the_rows_that_it_gets(template: str, tmp_path: Path) -> None:
+    """Recipes were refused because an invented row, without a system message or a response, did not fit."""
+    Path(template).write_text(NEEDS_SYSTEM)
+    system = {"source": "jsonl", "path": rows_file(tmp_path, *conversations()), "chat_template": template}
+    assert problems_of(system) == {}
+    given = {**system, "responses": ["answer"]}
+    assert problems_of(given, algorithm__name="sft", algorithm__group_size=1) == {}
+    texts = {**system, "path": rows_file(tmp_path, {"prompt": "a", "answer": "a"})}
+    found = problems_of(texts)
+    assert list(found) == ["prompts.chat_template"]
+    assert (
+        f"{tmp_path / 'rows.jsonl'}, line 1 is refused by the chat template (a system message"
+        in found["prompts.chat_template"]
+    )
+    assert problems_of({**texts, "system": "be short"}) == {}
+
+
+def test_a_template_is_judged_on_the_rows_of_a_saved_dataset_and_of_a_task(template: str, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    Path(template).write_text(NEEDS_SYSTEM)
+    datasets.Dataset.from_list(conversations()).save_to_disk(str(tmp_path / "saved"))
+    assert problems_of({"source": "datasets", "path": str(tmp_path / "saved"), "chat_template": template}) == {}
+    of_task = {"source": "builtin", "task": "repeat", "chat_template": template}
+    assert "row 1 of repeat is refused" in problems_of(of_task)["prompts.chat_template"]
+    assert problems_of({**of_task, "system": "be short"}) == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [{"source": "external"}, {"source": "datasets", "path": f"{__name__}:conversations"}],
+    ids=["external", "function"],
+)
+def test_a_template_need_take_one_of_several_conversations_where_no_row_can_be_read(
+    source: dict[str, Any], template: str
+) -> None:
+    Path(template).write_text(NEEDS_SYSTEM)
+    assert problems_of({**source, "chat_template": template}) == {}
+    Path(template).write_text("{{ messages[0].no.such }}")
+    assert list(problems_of({**source, "chat_template": template})) == ["prompts.chat_template"]
+
+
+def test_checks_run_after_those_whose_findings_they_read() -> None:
+    order = [check.__name__ for check in machine_checks()]
+    readers = [check.__name__ for check in MACHINE_CHECKS if "environment.prompts" in inspect.getsource(check)]
+    assert set(readers) >= {
+        "prompts_can_be_read",
+        "prompts_are_rendered",
+        "rewards_get_their_columns",
+        "chat_template_exists",
+    }
+    assert min(map(order.index, readers)) == order.index("prompts_can_be_read") > order.index("model_can_be_loaded")
+
+
+def test_given_responses_are_rendered_by_the_check(tmp_path: Path, template: str) -> None:
+    turns = [{"role": role, "content": text} for role, text in (("assistant", "a"), ("user", "b"), ("assistant", "c"))]
+    rows = rows_file(tmp_path, {"prompt": "a", "answer": "a"}, {"prompt": "a", "answer": turns})
+    given = {"source": "jsonl", "path": rows, "responses": ["answer"]}
+    sft = {"algorithm__name": "sft", "algorithm__group_size": 1}
+    assert (
+        "line 2 has a response of several turns, which needs a chat template"
+        in problems_of(given, **sft)["prompts.responses"]
+    )
+    assert problems_of({**given, "chat_template": template}, **sft) == {}
+    Path(template).write_text(
+        THINKING.replace("m['content']", "(m['content'] if loop.last or m.role == 'user' else '')")
+    )
+    found = problems_of({**given, "chat_template": template}, **sft)
+    assert (
+        "line 2 has a response of several turns, and the chat template renders message"
+        in found["prompts.chat_template"]
+    )
+
+
+def model_of(folder: Path, **changes: Any) -> str:
+    tokenizer = tiny_tokenizer()
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    tiny_model(0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_tokenizer_without_an_end_is_refused_where_responses_are_given(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, {"prompt": "a", "answer": "a"})
+    given = {"source": "jsonl", "path": path, "responses": ["answer"]}
+    changes = {"model__source": model_of(tmp_path / "model", eos_token=None)}
+    found = problems_of(given, algorithm__name="sft", algorithm__group_size=1, **changes)
+    assert list(found) == ["prompts.responses"]
+    assert "line 1 has a response, and the tokenizer has no end-of-sequence token" in found["prompts.responses"]
+    assert problems_of({"source": "jsonl", "path": path}, **changes) == {}, "what is sampled ends at rollout.max_tokens"
+
+
+def test_a_template_is_chosen_by_its_name_and_kept_in_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model_of(tmp_path / "model", chat_template={"default": THINKING, "short": "{{ messages[0].content }}."})
+    prompts = {"source": "builtin", "task": "repeat", "chat_template": "short"}
+    of = recipe({**TINY, "prompts": {**prompts, "held_out": 0.1}}, model__source=source).with_absolute_paths()
+    assert of.prompts.chat_template == "short"
+    assert tokenizer_of(of).chat_template == "{{ messages[0].content }}."
+    assert (
+        "it has ['default', 'short']"
+        in problems_of({**prompts, "chat_template": "long"}, model__source=source)["prompts.chat_template"]
+    )
+    assert "(it has none)" in problems_of(prompts)["prompts.chat_template"]
+    (tmp_path / "server").mkdir()
+    monkeypatch.chdir(tmp_path / "server")
+    data = {**TINY, "prompts": {**prompts, "held_out": 0.1}, "model": {"source": source}}
+    assert accept(Settings(data=tmp_path, roots=[tmp_path / "model"]), data, {}).prompts.chat_template == "short"

@@ -26,7 +26,8 @@ from pipeline.index.client import Index
 from stages.gate import columns
 from stages.models import load_tokenizer
 from stages.prompts.external import put_prompts
-from stages.prompts.files import PromptError
+from stages.prompts.file_checks import PromptCheck
+from stages.prompts.files import PromptError, Reading
 from stages.prompts.formatter import Prompt
 from stages.prompts.options import PromptOptions
 from stages.prompts.rows.values import Changes, plain_row
@@ -287,19 +288,19 @@ def tensor_rows() -> list[dict[str, Any]]:
     return [row | {"answer": torch.tensor(4), "parts": torch.tensor([1.5, 2.0])} for row in odd_rows()]
 
 
+def with_pictures() -> list[dict[str, Any]]:
+    return [row | {"parts": row["parts"].tolist(), "picture": b"png"} for row in odd_rows()]
+
+
 def _parquet(folder: Path) -> PromptOptions:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [row | {"parts": row["parts"].tolist()} for row in odd_rows()]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
-    return PromptOptions(source="parquet", path=str(folder / "rows.parquet"))
+    parquet.write_table(pyarrow.Table.from_pylist(with_pictures()), folder / "rows.parquet")
+    return PromptOptions(source="parquet", path=str(folder / "rows.parquet"), leave_out=["picture"])
 
 
 def _saved(folder: Path) -> PromptOptions:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list([row | {"parts": row["parts"].tolist()} for row in odd_rows()]).save_to_disk(
-        str(folder / "saved")
-    )
-    return PromptOptions(source="datasets", path=str(folder / "saved"))
+    pytest.importorskip("datasets").Dataset.from_list(with_pictures()).save_to_disk(str(folder / "saved"))
+    return PromptOptions(source="datasets", path=str(folder / "saved"), leave_out=["picture"])
 
 
 def _lines(folder: Path) -> PromptOptions:
@@ -308,12 +309,22 @@ def _lines(folder: Path) -> PromptOptions:
     return PromptOptions(source="jsonl", path=str(folder / "rows.jsonl"))
 
 
+def frame() -> Any:
+    return pytest.importorskip("pandas").DataFrame([row | {"parts": list(row["parts"])} for row in odd_rows()])
+
+
+def arrow() -> Any:
+    return pytest.importorskip("pyarrow").Table.from_pylist(with_pictures())
+
+
 SOURCES: dict[str, Callable[[Path], PromptOptions]] = {
     "json lines": _lines,
     "parquet": _parquet,
     "datasets": _saved,
     "a function with numpy": lambda _: PromptOptions(source="datasets", path=f"{__name__}:odd_rows"),
     "a function with torch": lambda _: PromptOptions(source="datasets", path=f"{__name__}:tensor_rows"),
+    "a frame of pandas": lambda _: PromptOptions(source="datasets", path=f"{__name__}:frame"),
+    "a table of pyarrow": lambda _: PromptOptions(source="datasets", path=f"{__name__}:arrow", leave_out=["picture"]),
 }
 SEEN: list[dict[str, Any]] = []
 
@@ -336,8 +347,12 @@ def as_samples(prompts: list[Prompt]) -> TensorDict:
 
 @pytest.mark.parametrize("kind", SOURCES)
 async def test_reward_functions_get_the_same_values_from_every_source(kind: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer("tiny")
-    source = load_prompts(SOURCES[kind](tmp_path), tokenizer, seed=0).train
+    tokenizer, options = load_tokenizer("tiny"), SOURCES[kind](tmp_path)
+    assert not list(PromptCheck(options, Reading()).faults())
+    if options.leave_out and options.source != "datasets":
+        [fault, *_] = PromptCheck(options.model_copy(update={"leave_out": []}), Reading()).faults()
+        assert "row 1 has 3 bytes (bytes) in column 'picture'" in str(fault)
+    source = load_prompts(options, tokenizer, seed=0).train
     prompts = [source.prompt(number) for number in range(4)]
     SEEN.clear()
     await score_rows(RewardSet([(f"{__name__}:watching", 1.0)]), tokenizer, as_samples(prompts))
