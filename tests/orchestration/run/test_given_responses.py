@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from orchestration.recipe.checks.teacher import teacher_is_needed
 from orchestration.recipe.planner import notices_of
@@ -16,7 +17,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TeacherSection
 from orchestration.run.run import Run
-from stages.models import load_tokenizer
+from stages.models import load_model, load_tokenizer
 from stages.prompts.files import PromptError
 from stages.prompts.options import PromptOptions
 from stages.prompts.sources import load_prompts
