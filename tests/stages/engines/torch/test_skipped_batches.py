@@ -16,6 +16,7 @@ from stages.algorithms import AlgorithmError, NamedAlgorithm
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO
 from stages.engines.torch.critic import TorchCriticEngine
+from stages.engines.torch.optimizer import Undo, all_finite
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.ranks import of_product
@@ -173,3 +174,27 @@ def test_what_shows_on_one_rank_alone_is_undone_on_all(chosen: dict[str, int], w
         assert result["differs"] == []
         assert result["learning_rate"] == pytest.approx(OPTIONS["learning_rate"] * 3 / 8)
         assert result["next"] == found[0]["next"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_value_that_is_not_finite_is_found_among_many(dtype: torch.dtype) -> None:
+    tensors = [torch.randn(3, 5, dtype=dtype), torch.empty(0, dtype=dtype), torch.randn(7, dtype=dtype)]
+    assert all_finite(tensors)
+    assert all_finite([])
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for at in (0, 3, 6):
+            spoilt = tensors[2].clone()
+            spoilt[at] = value
+            assert not all_finite([*tensors, spoilt])
+
+
+def test_what_is_put_back_has_the_same_bits_whatever_its_form() -> None:
+    tensors = [torch.randn(3, 2).t(), torch.tensor(3.0), torch.randn(5, dtype=torch.bfloat16), torch.empty(0, 4)]
+    before = [tensor.clone() for tensor in tensors]
+    undo = Undo(torch.device("cpu"))
+    undo.keep(tensors)
+    for tensor in tensors:
+        tensor.fill_(9.0)
+    undo.put_back()
+    assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, before, strict=True))
+    assert not undo.is_kept
