@@ -233,10 +233,20 @@ async def test_samples_are_found_by_step_reward_and_staleness(client: Client, ru
     assert first["samples"][0] == {
         **{"step": 2, "group": 2, "place": 0, "prompt": "2 + 2?", "response": "4", "reward": 0.0, "advantage": -0.5},
         **{"rewards": {"arithmetic": 1.0, "brevity": None}, "tokens": 2, "versions": [[2, 2]], "staleness": 2},
-        "truncated": False,
+        **{"truncated": False, "failed": []},
     }
     assert await found(after=first["next"]) == [(1, 1), (1, 2), (1, 3), *((0, place) for place in range(4))]
     assert (await problem(await client.get(f"{run.path}/samples", params={"after": "x:y"}), 400))["fix"]
+    without = {
+        "step": 3,
+        "group": 3,
+        "place": 0,
+        "reward": None,
+        "failed": ["arithmetic"],
+    }  # as in a run without rewards
+    book.add([without | texts | rest])
+    assert await found(step=3) == [(3, 0)]
+    assert await found(step=3, reward_min=-9) == await found(step=3, reward_max=9) == []
 
 
 # ── trace ──
