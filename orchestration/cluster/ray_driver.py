@@ -2,7 +2,7 @@
 
 :mod:`orchestration.cluster.ray_cluster` begins it, once it has found the cluster.
 
-    stdin    {"do": "nodes"}                                 stdout    {"nodes": {id: {"total": …}}, "address": own, "cluster"}
+    stdin    {"do": "nodes"}                                 stdout    {"nodes": {id: {…}}, "address": own, "cluster"}
              {"do": "start", "hosts": [{node, bundle, …}]}             {"ended": name, "reason": …}, once for each host
              its end: the hosts end, and this process too              (one JSON object a line)
 
