@@ -54,11 +54,12 @@ def find(address: str, environment: Mapping[str, str] = os.environ, key: str = "
     given = environment.get("RAY_ADDRESS", "")
     if given not in ("", AUTO):
         return _open(given, f"{key} = 'auto', RAY_ADDRESS = {given!r}", environment)
-    began = _address_of_ray_start(environment)
-    if began and _reply(began, METADATA, "")[0] not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):  # else it has ended since
+    began, by_itself = _address_of_ray_start(environment), _asks_by_itself(environment)
+    has_ended = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+    if began and (by_itself or _reply(began, METADATA, "")[0] not in has_ended):
         return _open(began, f"{key} = 'auto', the cluster of this machine at {began}", environment)
     running = sorted({node["gcs-address"] for node in _nodes_here(environment) if _is_joinable(node)})
-    running = [each for each in running if _began_by_ray_start(each, environment)]
+    running = [each for each in running if by_itself or _began_by_ray_start(each, environment)]
     if len(running) > 1:
         raise ClusterRefused(
             f"{key} = 'auto': this machine belongs to several Ray clusters, {', '.join(running)}; "

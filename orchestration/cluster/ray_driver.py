@@ -2,7 +2,7 @@
 
 :mod:`orchestration.cluster.ray_cluster` begins it, once it has found the cluster.
 
-    stdin    {"do": "nodes"}                      stdout    {"nodes": {id: {"total", "free", "address"}}, "address": own}
+    stdin    {"do": "nodes"}                                 stdout    {"nodes": {id: {…}}, "address": own, "cluster"}
              {"do": "start", "hosts": [{node, bundle, …}]}             {"ended": name, "reason": …}, once for each host
              its end: the hosts end, and this process too              (one JSON object a line)
 
@@ -66,7 +66,7 @@ class Driver:
             request = json.loads(line)
             if request["do"] == "nodes":
                 nodes = self._nodes()
-                self._send(nodes=nodes, address=self._own_address(nodes))
+                self._send(nodes=nodes, address=self._own_address(nodes), cluster=address)
             for host in request.get("hosts", ()):
                 self._watching.append(threading.Thread(target=self._watch, args=(host,), daemon=True))
                 self._watching[-1].start()

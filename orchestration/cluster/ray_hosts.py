@@ -52,6 +52,7 @@ class RayHosts:
         self._hosts: dict[str, str] = {}  # each that was started → why it has ended, "" while it has not
         self._placing, self._lack = asyncio.Lock(), ""
         self._address: str | None = None
+        self._cluster = recipe.launch.address  # once it is found, where it is: another driver goes to the same one
         self._index: Index
 
     async def connect(self) -> str:
@@ -156,7 +157,9 @@ class RayHosts:
                 if self._driver is None:
                     await self._start_driver()
                 await self._send({"do": "nodes"})
-                return await self._answers.get()
+                answer = await self._answers.get()
+                self._cluster = answer.get("cluster", self._cluster)
+                return answer
         except TimeoutError:
             log_file = self._out / "logs" / "ray.log"
             return {"failed": f"Ray does not answer within {CONNECT_SECONDS:.0f} s; see {log_file}"}
@@ -168,14 +171,8 @@ class RayHosts:
         logs.mkdir(parents=True, exist_ok=True)
         with (logs / "ray.log").open("ab") as file:
             self._driver = await asyncio.create_subprocess_exec(
-                *(
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "orchestration.cluster.ray_cluster",
-                    self._recipe.launch.address,
-                    str(cpus),
-                ),
+                *(sys.executable, "-P", "-m", "orchestration.cluster.ray_cluster"),
+                *(self._cluster, str(cpus)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=file,

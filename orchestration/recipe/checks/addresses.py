@@ -94,17 +94,17 @@ def other_machines_reach_the_run(recipe: Recipe) -> Iterator[Problem]:
         one = "places all of them itself" if launch.on_cluster else "has one process"
         yield problem(recipe, "launch.launcher", f"{one}, but {where}", "set launch.launcher = 'process'")
     if pipeline.index == "embedded" and not pipeline.index_serve:
-        fix = "leave it out, or give an address of this machine"
+        fix = "set 'auto', or an address of this machine"
         yield problem(recipe, "pipeline.index_serve", f"leaves the index on this machine alone, but {where}", fix)
     if pipeline.index.startswith("unix://"):
-        fix = "leave it out, or give the redis:// or rediss:// URL of a server that all machines reach"
+        fix = "set 'embedded', or the redis:// or rediss:// URL of a server that all machines reach"
         yield problem(recipe, "pipeline.index", f"is on this machine alone, but {where}", fix)
     if not pipeline.serve:
-        fix = "leave it out, or give the address of this machine"
+        fix = "set 'auto', or the address of this machine"
         yield problem(recipe, "pipeline.serve", f"is empty, but {where}, which read its prompts", fix)
     if recipe.weight_transport != "collective":
         wrong = f"is the memory of one machine, but {where}"
-        yield problem(recipe, "sync.transport", wrong, "leave it out, or set 'collective'")
+        yield problem(recipe, "sync.transport", wrong, "set 'auto' or 'collective'")
 
 
 @check("launch.launcher", "launch.placement", "launch.address", "rollout.device", "train.device", "critic.device")
@@ -145,7 +145,7 @@ def served_addresses_reach_as_far_as_the_index(recipe: Recipe, environment: Envi
         if is_loopback(address) and not here_alone and reached_by_others:
             index = "pipeline.index_serve" if recipe.index_address else "pipeline.index"
             wrong = f"is reached from this machine alone, and {index} leads to the index from others too"
-            yield problem(recipe, key, wrong, "leave it out, or give the address of this machine on its network")
+            yield problem(recipe, key, wrong, "set 'auto', or the address of this machine on its network")
         literal = _version(address)
         if literal and ipaddress.ip_address(address).is_unspecified:
             leading = host if host and (recipe.index_address or not here_alone) else ""
@@ -154,7 +154,7 @@ def served_addresses_reach_as_far_as_the_index(recipe: Recipe, environment: Envi
             version = _version(leading)
             if version and version != literal:
                 wrong = f"stands for addresses of IPv{literal} alone, and other machines reach this one by IPv{version}"
-                yield problem(recipe, key, wrong, "leave it out, or give the address that other machines use")
+                yield problem(recipe, key, wrong, "set 'auto', or the address that other machines use")
 
 
 @machine_check("launch.remote_rollouts", "launch.launcher", *SERVED)

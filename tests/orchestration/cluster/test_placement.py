@@ -118,7 +118,7 @@ def test_workers_of_a_lost_node_find_room_on_the_others(lost: str) -> None:
         ({"launch__launcher": "process", "launch__address": "auto:1"}, r"launch\.address = .*is of a Ray cluster"),
         ({"launch__remote_rollouts": 1}, r"launch\.launcher = .*places all of them itself"),
         ({"rollout__device": "cuda:1"}, r"rollout\.device = .*has the number of a device, which Ray gives"),
-        ({"pipeline__index": "embedded"}, r"pipeline\.index = .*is on this machine alone"),
+        ({"pipeline__index": "unix:///x.sock"}, r"pipeline\.index = .*is on this machine alone"),
         ({"sync__serve": "127.0.0.1"}, r"sync\.serve = .*is reached from this machine alone"),
         ({"launch__placement": "colocated", "sync__transport": "shared_memory"}, r"launch\.placement = .*one machine"),
     ],

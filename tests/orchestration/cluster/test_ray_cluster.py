@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import stamina
 
 from orchestration.cluster import ray_cluster
 from orchestration.cluster.ray_cluster import ClusterRefused, find, look
@@ -27,7 +29,6 @@ pytest.importorskip("ray")
 PAGE = Path(__file__).parents[3] / "docs" / "ray.md"
 BIN = Path(sys.executable).parent
 TOKEN = "a token of sixteen or more characters".replace(" ", "-")
-START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ def cluster() -> Iterator[Started]:
                 break
         else:
             pytest.fail("".join(lines))
+        for attempt in stamina.retry_context(OSError, attempts=None, timeout=60.0):  # it starts beside the head
+            with attempt:
+                socket.create_connection(("127.0.0.1", started.client_port)).close()
         yield started
     finally:
-        os.killpg(head.pid, signal.SIGTERM)
-        try:
-            head.wait(START_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(head.pid, signal.SIGKILL)
+        os.killpg(head.pid, signal.SIGKILL)  # after SIGTERM the raylet takes half a minute
+        head.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
