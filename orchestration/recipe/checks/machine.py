@@ -220,7 +220,7 @@ def _beyond_vllm_on_cpu(config: dict[str, Any]) -> Iterator[str]:
             yield f"whose attention has heads of {', '.join(map(str, VLLM_CPU_HEADS))} numbers, and the model's have {size}"
 
 
-PROMPT_KEYS = ("source", "path", "task", "config", "column", "template", "leave_out", "responses", "split", "sources")
+PROMPT_KEYS = ("source", "path", "task", "config", "column", "split", "sources")  # that decide which rows are read
 
 
 @machine_check(*(f"prompts.{name}" for name in PROMPT_KEYS), after=(model_can_be_loaded,))
