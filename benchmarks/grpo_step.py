@@ -47,6 +47,7 @@ from tensordict import TensorDict
 
 from benchmarks.rollout import Sizes, readings
 from orchestration.processes.forkserver import ENVIRONMENT
+from pipeline.compat.extras import extra
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 from stages.engines.torch import train
@@ -252,9 +253,11 @@ def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
 
 def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, recompute: bool) -> dict[str, Any]:
     """Alternate ``steps`` of TRL's and ours, after one of each that is not counted."""
-    from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+
+    with extra("bench"):
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
 
     model, tokenizer = load_model(source, dtype=torch.float32, seed=0)
     rows = dataset(steps + 1)

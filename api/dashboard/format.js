@@ -27,7 +27,9 @@ export function fixed(value, places) {
 export function count(value) {
   if (missing(value)) return NONE;
   if (value < 100_000) return Math.round(value).toLocaleString("en");
-  return value < 999_500 ? `${Math.round(value / 1e3)}k` : `${(value / 1e6).toPrecision(3)}M`;
+  if (value < 999_500) return `${Math.round(value / 1e3)}k`;
+  const [unit, name] = [[1e6, "M"], [1e9, "G"], [1e12, "T"]].find(([unit]) => value < 999.5 * unit) ?? [1e15, "P"];
+  return `${(value / unit).toPrecision(3)}${name}`;
 }
 
 export function percent(share) {

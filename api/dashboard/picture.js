@@ -13,12 +13,21 @@ import { SHARES, WORDS } from "./progress.js";
 
 const WIDE = 700; // px from which it is drawn across
 const BAR = 10;
+const GAP = 8; // px between two texts on a line
 
 // Until the service has given the flow of the run.
 const USUAL = {
   stages: ["source", "rollout", "reward", "advantage", "update"].map((name, layer) => ({ name, layer })),
   edges: [["source", "rollout"], ["rollout", "reward"], ["reward", "advantage"], ["advantage", "update"]].map(([from, to]) => ({ from, to, direct: true })),
 };
+
+/** Narrow a text that is longer than `room`, so that it stays in its box. */
+function fit(text, room) {
+  text.removeAttribute("textLength");
+  if (text.getComputedTextLength() <= room) return;
+  text.setAttribute("textLength", Math.max(1, room));
+  text.setAttribute("lengthAdjust", "spacingAndGlyphs");
+}
 
 const shown = (name) => (name === "source" ? "gate" : name);
 
@@ -179,19 +188,26 @@ export class Picture {
     say(parts.many, stage && stage.workers.length > 1 ? `× ${stage.workers.length}` : "");
     say(parts.busy, stage ? `busy ${percent(shares.busy)}` : "not at work");
     if (parts.waits) say(parts.waits, stage ? `input ${percent(shares.waiting_input)}, room ${percent(shares.waiting_room)}` : "");
-    say(parts.rate, stage ? `${number(stage.rows, 2)} rows/s` : "");
+    say(parts.rate, stage ? `${stage.rows < 1000 ? number(stage.rows, 2) : count(stage.rows)} rows/s` : "");
+    // On a phone the name, the number of workers and the rate are on one line, and the shares on another.
+    const many = parts.small ? parts.many.getComputedTextLength() + GAP : 0;
+    fit(parts.name, parts.wide - parts.rate.getComputedTextLength() - many - GAP);
+    if (parts.small) parts.many.setAttribute("x", parts.from + parts.name.getComputedTextLength() + GAP);
+    if (parts.waits) fit(parts.waits, parts.wide - (parts.small ? parts.busy.getComputedTextLength() + GAP : 0));
   }
 
   gate(progress) {
     const { gate, bound, published } = progress;
     say(this.gateText[0], bound === null ? "" : `staleness ≤ ${bound}`);
     say(this.gateText[1], gate ? `${count(gate.open)} groups in` : published ? `opened by v${published.version}` : "");
+    for (const text of this.gateText) fit(text, this.gateRoom);
   }
 
   sync(progress) {
     if (!this.syncText) return;
     const { published, swapped } = progress;
     say(this.syncText[0], published ? `v${published.version} published${swapped ? `, v${swapped.version} in use` : ""}` : "nothing published yet");
+    fit(this.syncText[0], this.syncRoom());
     say(this.syncText[1], swapped ? `${seconds(swapped.exposed_seconds)} exposed, ${seconds(swapped.hidden_seconds)} hidden` : "");
   }
 
@@ -220,9 +236,11 @@ export class Picture {
       };
       if (name === "gate") {
         text("gate", 12, layout.small ? 26 : 24, "name");
+        this.gateRoom = box.w - 24;
         this.gateText = layout.small ? [text("", 12, 46, "small"), text("", box.w - 12, 26, "small", "end")] : [text("", 12, 50, "small"), text("", 12, 67, "small")];
       } else if (name === "sync") {
-        text("weight sync", 12, layout.small ? 26 : 22, "name");
+        const label = text("weight sync", 12, layout.small ? 26 : 22, "name");
+        this.syncRoom = () => box.w - 24 - (layout.small ? 0 : label.getComputedTextLength() + GAP);
         this.syncText = [text("", layout.small ? 12 : box.w - 12, layout.small ? 46 : 22, "small", layout.small ? "start" : "end"), text("", layout.small ? box.w - 12 : 12, layout.small ? 26 : 40, "small", layout.small ? "end" : "start")];
       } else {
         this.parts.set(name, this.box(name, node, box, layout.small, text));
@@ -237,13 +255,17 @@ export class Picture {
     const top = box.y + (small ? 30 : 36);
     const bars = Object.fromEntries(SHARES.map((what) => [what, svg("rect", { class: FILLS[what], y: top, height: BAR, width: 0 })]));
     node.append(svg("rect", { class: "trough", x: from, y: top, width: wide, height: BAR }), ...Object.values(bars));
-    text(name, ...title, "name");
+    const label = text(name, ...title, "name");
+    label.append(svg("title", {}, name));
     return {
       node,
+      name: label,
+      small,
+
       from,
       wide,
       bars,
-      many: text("", title[0] + 8 * name.length + 4, title[1], "small"),
+      many: small ? text("", ...title, "small") : text("", box.w - 12, 66, "small", "end"),
       rate: text("", box.w - 12, title[1], "small", "end"),
       busy: text("", 12, small ? 54 : 66, "strong"),
       waits: !small ? text("", 12, 83, "small") : box.w > 200 ? text("", box.w - 12, 54, "small", "end") : null,

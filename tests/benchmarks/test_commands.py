@@ -1,67 +1,121 @@
-"""Every benchmark starts as its page says: ``python -m benchmarks.NAME``, in the root of a clone, without PYTHONPATH."""
+"""Every benchmark starts as the pages say: ``python -m benchmarks.NAME``, in the root of a clone, without PYTHONPATH; and it
+accepts the arguments of each command of the documentation."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.plain import ROOT
 
-# Each in a fork of a process that has imported what all of them import, once.
+# Each in a fork of a process that has imported what all of them import, once. A command ends when its arguments are parsed.
 EACH = """
-import contextlib, importlib, io, json, os, runpy, sys
+import argparse, contextlib, importlib, io, json, os, runpy, sys
 
-for name in sys.argv[1:]:
+class Parsed(BaseException):
+    pass
+
+parse = argparse.ArgumentParser.parse_args
+
+def parse_and_end(self, *arguments, **named):
+    parse(self, *arguments, **named)
+    raise Parsed
+
+argparse.ArgumentParser.parse_args = parse_and_end
+commands = json.load(sys.stdin)
+for name in sorted({command[0] for command in commands}):
     with contextlib.suppress(Exception):  # raised again below
         importlib.import_module(f"benchmarks.{name}")
-for name in sys.argv[1:]:
+for name, *arguments in commands:
     if os.fork() == 0:
-        sys.argv, output, code = [name, "--help"], io.StringIO(), 0
+        sys.argv, output, code = [name, *arguments], io.StringIO(), 0
         try:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+        except Parsed:
+            pass
         except SystemExit as ended:
             code = ended.code or 0
         except BaseException as error:
             code = repr(error)
-        print(json.dumps([name, code, output.getvalue()]), flush=True)
+        print(json.dumps([code, output.getvalue()]), flush=True)
         os._exit(0)
     os.wait()
 """
 NAMES = [
     path.stem for path in sorted((ROOT / "benchmarks").glob("*.py")) if 'if __name__ == "__main__"' in path.read_text()
 ]
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "changes.md")]
+# What ends a command in a line of a page: a remark, the end of code in a text, what other programs do with its output.
+END = re.compile(r"\s{2,}#|\s{5,}|`|\s[|>]|\s&&|\)|\"$")
+
+STANDS_FOR = {"NAME": "Llama"}  # words that a page has for any value, where not every value is accepted
+
+
+def commands() -> list[tuple[str, ...]]:
+    """The commands of all pages, as name and arguments; what is optional with what it stands for, once."""
+    found: dict[tuple[str, ...], None] = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.findall(r"python -m benchmarks\.(\w+.*)", text):
+            command = END.split(re.sub(r"(\S) {2,}(--)", r"\1 \2", line))[0].replace("…", "")
+            for variable in re.findall(r"\$(\w+)", command):  # set above, on the same page
+                value = re.search(rf'^{variable}="(.*?)"', text, re.MULTILINE)
+                assert value, f"{page.name}: {variable} is not set"
+                command = command.replace(f"${variable}", value[1])
+            command = re.sub(r"\[(--[\w-]+ )(\w+)\|[^\]]*\]", r"\1\2", command).replace("[", "").replace("]", "")
+            words = shlex.split(re.sub(r"(\w+)\|[\w|]+", r"\1", command))
+            found[tuple(STANDS_FOR.get(word, word) for word in words)] = None
+    return list(found)
+
+
+ASKED = [*((name, "--help") for name in NAMES), *commands()]
 
 
 @pytest.fixture(scope="module")
-def helps() -> dict[str, tuple[int | str, str]]:
-    """Exit code, or the error, and output of each benchmark with ``--help``."""
+def answers() -> dict[tuple[str, ...], tuple[int | str, str]]:
+    """Exit code, or the error, and output of each of ASKED."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", EACH, *NAMES],
+        [sys.executable, "-W", "ignore", "-c", EACH],
         cwd=ROOT,
         env=environment,
+        input=json.dumps(ASKED),
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    return {name: (code, output) for name, code, output in map(json.loads, done.stdout.splitlines())}
+    return dict(zip(ASKED, map(tuple, map(json.loads, done.stdout.splitlines())), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_prints_its_help(name: str, helps: dict[str, tuple[int | str, str]]) -> None:
-    code, output = helps[name]
+def test_a_benchmark_prints_its_help(name: str, answers: dict[tuple[str, ...], tuple[int | str, str]]) -> None:
+    code, output = answers[name, "--help"]
     assert code == 0, output
     assert output.startswith("usage: "), output
 
 
-def test_a_benchmark_starts_as_a_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ASKED[len(NAMES) :], ids=" ".join)
+def test_a_command_of_a_page_has_arguments_that_are_accepted(
+    command: tuple[str, ...], answers: dict[tuple[str, ...], tuple[int | str, str]]
+) -> None:
+    code, output = answers[command]
+    assert code == 0, output
+
+
+def test_the_commands_of_the_pages_are_read() -> None:
+    assert len(ASKED) - len(NAMES) > 70
+    assert ("planner", "--real", "tiny", "--steps", "150") in ASKED
+
+
+def test_a_benchmark_starts_as_a_module() -> None:
     """One that imports another, by the command itself."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-m", "benchmarks.planner_scale", "--help"]

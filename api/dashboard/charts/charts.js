@@ -6,12 +6,25 @@ import { announce, element, say } from "../element.js";
 import { number } from "../format.js";
 
 const HEIGHT = 148;
+const INCREMENTS = [1, 10, 100, 1000, 10_000, 100_000, 1_000_000, 10_000_000].flatMap((unit) => [unit, 2 * unit, 5 * unit]); // between labels, in steps
 const TABLE_ROWS = 50; // newest steps in the table
+
+const steps = (value) => value.toLocaleString("en");
 
 /** A colour of dashboard.css, `light-dark(#…, #…)` there; "" for a name that is not in it. Canvases take no functions of CSS. */
 export function colour(name) {
   const [light = "", dark = light] = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).match(/#\w+/g) ?? [];
   return matchMedia("(prefers-color-scheme: dark)").matches ? dark : light;
+}
+
+/** Pixels of the widest of `texts` in `font` on the canvas `pen`, whose place in the page determines the width of digits. */
+function widest(pen, font, texts) {
+  if (!pen) return 0;
+  pen.save();
+  pen.font = font;
+  const wide = Math.max(0, ...texts.map((text) => Math.ceil(pen.measureText(text).width)));
+  pen.restore();
+  return wide;
 }
 
 /** A centred moving average over `span` values; missing ones are left out. */
@@ -131,12 +144,13 @@ export class Chart {
       {
         width,
         height: HEIGHT,
-        padding: [8, 6, 0, 0],
+        // Half of a label of the last step may stand to the right of it.
+        padding: [8, (u) => Math.max(6, Math.ceil(widest(u.ctx, font, [steps(this.data[0].at(-1))]) / 2) + 1), 0, 0],
         legend: { show: false },
         scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: (u, low, high) => this.range(low, high) } },
         axes: [
-          { ...axis, size: 24, gap: 4, space: 48, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000] },
-          { ...axis, size: 46, gap: 4, space: 28, values: (u, values) => values.map((value) => this.format(value)) },
+          { ...axis, size: 24, gap: 4, space: 64, incrs: INCREMENTS, values: (u, values) => values.map(steps) },
+          { ...axis, size: (u, labels) => Math.max(46, widest(u.ctx, font, labels ?? []) + 6), gap: 4, space: 28, values: (u, values) => values.map((value) => this.format(value)) },
         ],
         cursor: { sync: { key: "run" }, y: false, drag: { x: false, y: false }, points: { size: 7 } },
         hooks: { draw: [(u) => this.mark(u)], setCursor: [(u) => this.read(u.cursor.idx ?? this.data[0].length - 1, u.cursor.idx != null)] },
