@@ -79,10 +79,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory is :func:`folder`; the machine has the four cores that README.md asks for."""
+    """The working directory is :func:`folder`; the machine has the four cores that README.md asks for, and vLLM."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(
+        "orchestration.recipe.checks.machine.is_installed", lambda module: True
+    )  # vLLM, where it is not
     yield folder
     for name in (*MODULES, "my_engines", "my_stages"):
         sys.modules.pop(name, None)
