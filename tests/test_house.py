@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["pipeline", "stages", "orchestration", "api"]  # each imports only those before it
-FILE_LINES, CLASS_LINES, FILES_IN_FOLDER = 600, 300, 12
+FILE_LINES, CLASS_LINES, FILES_IN_FOLDER = 640, 300, 12
 
 
 def sources(*packages: str) -> list[Path]:
