@@ -13,7 +13,7 @@ import typer
 from api.cli.exit_codes import FAILED
 from api.cli.options import IndexOption
 from api.cli.output import refuse
-from pipeline.compat.extras import ExtraMissing
+from pipeline.compat.extras import ExtraMissing, extra
 
 
 def deploy_command(
@@ -38,7 +38,11 @@ def deploy_command(
 ) -> None:
     """Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray Serve's autoscaling."""
     try:
-        from api.policy.deployment import PolicyDeployment, ray, serve
+        with extra("ray"):
+            import ray
+            from ray import serve
+
+        from api.policy.deployment import PolicyDeployment
     except ExtraMissing as error:
         refuse(f"deploy: {error}", FAILED)
     from api.server.service import Settings
