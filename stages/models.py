@@ -276,7 +276,6 @@ def _convert(gguf: Path, target: Path) -> None:
     """Write ``gguf`` as safetensors to ``target``, which appears when it is complete."""
     with extra("quickstart"):
         import accelerate  # noqa: F401 transformers reads GGUF files with both
-        import gguf
     draft = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
     try:
         source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}

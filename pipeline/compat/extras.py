@@ -11,6 +11,7 @@ A plain installation has what ``dependencies`` of pyproject.toml lists; nothing 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -52,6 +53,7 @@ def extra(name: str) -> Iterator[None]:
     except ExtraMissing:
         raise
     except ImportError as error:
-        is_absent = isinstance(error, ModuleNotFoundError) and "." not in str(error.name)
-        reason = f"{error.name} is not installed" if is_absent else error
+        library = str(error.name).partition(".")[0]
+        is_absent = isinstance(error, ModuleNotFoundError) and sys.modules.get(library) is None
+        reason = f"{library} is not installed" if is_absent else error
         raise ExtraMissing(f"{reason}; {install(name)}", name=error.name, path=error.path) from error

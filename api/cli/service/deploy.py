@@ -15,7 +15,7 @@ import typer
 from api.cli.exit_codes import FAILED
 from api.cli.options import IndexOption
 from api.cli.output import refuse
-from pipeline.compat.extras import ExtraMissing
+from pipeline.compat.extras import ExtraMissing, extra
 
 
 def deploy_command(
@@ -42,7 +42,11 @@ def deploy_command(
     if importlib.util.find_spec("ray") is not None:
         address = _admitted(address)
     try:
-        from api.policy.deployment import PolicyDeployment, ray, serve
+        with extra("ray"):
+            import ray
+            from ray import serve
+
+        from api.policy.deployment import PolicyDeployment
     except ExtraMissing as error:
         refuse(f"deploy: {error}", FAILED)
     from api.server.service import Settings
