@@ -127,7 +127,7 @@ def same(left: Any, right: Any) -> bool:
     return left == right or (isinstance(left, float) and math.isnan(left) and math.isnan(right))
 
 
-@pytest.mark.parametrize(("value", "expected"), PLAIN, ids=[f"{type(v).__name__} {v!r}"[:50] for v, _ in PLAIN])
+@pytest.mark.parametrize(("value", "expected"), PLAIN, ids=[f"{type(v).__name__} {plain!r}"[:50] for v, plain in PLAIN])
 def test_a_value_is_kept_as_what_it_stands_for(value: Any, expected: Any) -> None:
     plain = plain_row({"x": value}, "row 1")["x"]
     assert same(plain, expected), plain
