@@ -135,6 +135,7 @@ class ScriptedRun:
         out_dir.mkdir(parents=True, exist_ok=True)
 
     begins = 0
+    joining = ""
 
     async def execute(self, stop: asyncio.Event | None = None) -> RunResult:
         last = self.script[-1].data
