@@ -49,11 +49,11 @@ _DIGITS = (
 _SIGN = r"(?:(?<![\w.)\]}%])[-+]|(?<!\d[ ])\b(?:minus|negative)[ ])"
 NUMBER = re.compile(
     rf"""(?P<sign>{_SIGN})?(?<![\w.])(?:(?P<whole>\d+)[ ](?=\d+/\d))?(?P<digits>{_DIGITS})(?![\d])
-    (?:[eE](?P<exponent>[-+]?\d+)|[ ]?[*x][ ]?10(?:\^|\*\*)(?P<power>[-+]?\d+)|(?:\^|\*\*)(?P<raised>\d+))?
+    (?:[eE](?P<exponent>[-+]?\d+)|[ ]?[*x][ ]?10(?:\^|\*\*)(?P<power>[-+]?\d+)|(?:\^|\*\*)(?P<raised>[-+]?\d+))?
     (?:[ ]?/[ ]?(?P<below>[-+]?{_DIGITS})(?![\d/]))?(?P<percent>[ ]?%|[ ]percent\b)?""",
     re.VERBOSE | re.IGNORECASE,
 )
-_SLASHES = re.compile(r"\d+(?:/\d+){2,}")  # a date, not a fraction
+_SLASHES = re.compile(r"(?<!\d)\d+(?:/\d+){2,}")  # a date, not a fraction
 _COMMAND = re.compile(r"\\[a-zA-Z]+|√|π")
 
 
@@ -110,8 +110,8 @@ def read_number(text: str) -> Number | None:
 
 def last_number(plain: str) -> Number | None:
     """The last number of a ``plain`` text."""
-    if re.fullmatch(r"[-+]?\d{1,3}( \d{3})+(\.\d+)?", plain):
-        plain = plain.replace(" ", "")
+    if re.fullmatch(r"[-+]?\d{1,3}( \d{3})+([.,]\d+)?", plain):
+        plain = plain.replace(" ", "").replace(",", ".")
     if re.fullmatch(r"\D*\d+,\d{1,2}\D*", plain):  # the only number, with a decimal comma
         plain = plain.replace(",", ".")
     without_roots = re.sub(r"(\\sqrt|√) ?(\[[^]]*\])?(\{[^{}]*\}|\([^()]*\)|\d+)?", "?", plain)
@@ -134,9 +134,10 @@ def answer_part(text: str) -> tuple[str, bool]:
         content = _braced(text, begin + len(mark)) if begin >= 0 else None
         if content is not None:
             return content, True
-    tags = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
-    if tags:
-        return tags[-1], True
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(0, end))
+    if begin >= 0:
+        return text[begin + len("<answer>") : end], True
     _, mark, after = text.rpartition("####")
     if mark and after.strip():
         return after.strip().splitlines()[0], True
@@ -182,12 +183,10 @@ def _number(match: re.Match[str]) -> Number:
         value *= Fraction(10) ** exponent
         if match["raised"]:
             raised = int(match["raised"])
-            if raised > MOST_EXPONENT or len(digits) > 20:
+            if abs(raised) > MOST_EXPONENT or len(digits) > 20:
                 raise ValueError("too large")
             value **= raised
-    except ZeroDivisionError:
-        return Number(_fraction(match["below"]), _joined(match["below"]))
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         return Number(None, text)
     rest = match.group()[match.end("digits") - match.start() :]
     before = f"{match['whole']} " if match["whole"] else ""
