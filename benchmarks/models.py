@@ -102,9 +102,13 @@ OTHER_SIDE = {"rollout": "train", "train": "rollout", "dp": "rollout", "tp": "ro
 
 def refusal(folder: Path, dtype: str, column: str) -> str:
     """Why `asyncdock check` refuses the column; "" when it does not."""
-    found = recipe_problems(folder, dtype, ASKED[column])
-    other = f"cannot be run by {OTHER_SIDE[column]}.engine" if column in OTHER_SIDE else "\0"
-    return next((text.replace(str(folder), "FOLDER") for text in found if other not in text), "")
+    elsewhere = ["needs the package vllm"]  # it is in the environment of --vllm
+    if column in OTHER_SIDE:
+        elsewhere.append(f"cannot be run by {OTHER_SIDE[column]}.engine")
+    for problem in recipe_problems(folder, dtype, ASKED[column]):
+        if not any(text in problem for text in elsewhere):
+            return problem.replace(str(folder), "FOLDER")
+    return ""
 
 
 # --- the plain forward -----------------------------------------------------------------------------------------------

@@ -273,8 +273,7 @@ class External(ExternalWeights):
             raise Misfit("step", f"is not for stage {claim.stage!r}", "put the columns that it makes")
         names = REWARDS[: 1 + self.recipe.runs_stage("reward")]
         dock = await self._warehouses()
-        read = await dock.fetch_packed(claim, [name for name in names if name in dock.schema])
-        rewards = {name: column.values for name, column in read.items()}
+        rewards = dict(await dock.fetch(claim, [name for name in names if name in dock.schema]))
         ledger, now = await self.index.ledger(), time.time()
         since = float(await self.index.get("stepped") or now)
         stale = (step - claim.oldest_version.astype(int)).tolist()

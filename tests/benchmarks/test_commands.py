@@ -55,7 +55,7 @@ PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.
 # What ends a command in a line of a page: a remark, the end of code in a text, what other programs do with its output.
 END = re.compile(r"\s{2,}#|\s{5,}|`|\s[|>]|\s&&|\)|\"$")
 
-STANDS_FOR = {"NAME": "Llama"}  # words that a page has for any value, where not every value is accepted
+STANDS_FOR = {"NAME": "Llama", "N": "60"}  # words that a page has for any value, where not every value is accepted
 
 
 def commands() -> list[tuple[str, ...]]:
@@ -63,12 +63,12 @@ def commands() -> list[tuple[str, ...]]:
     found: dict[tuple[str, ...], None] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in re.findall(r"python -m benchmarks\.(\w+.*)", text):
-            command = END.split(re.sub(r"(\S) {2,}(--)", r"\1 \2", line))[0].replace("…", "")
+        for line in re.finditer(r"python -m benchmarks\.(\w+.*)", text):
+            command = END.split(re.sub(r"(\S) {2,}(--)", r"\1 \2", line[1]))[0].replace("…", "")
             for variable in re.findall(r"\$(\w+)", command):  # set above, on the same page
-                value = re.search(rf'^{variable}="(.*?)"', text, re.MULTILINE)
-                assert value, f"{page.name}: {variable} is not set"
-                command = command.replace(f"${variable}", value[1])
+                values = re.findall(rf'^{variable}="(.*?)"', text[: line.start()], re.MULTILINE)
+                assert values, f"{page.name}: {variable} is not set"
+                command = command.replace(f"${variable}", values[-1])
             command = re.sub(r"\[(--[\w-]+ )(\w+)\|[^\]]*\]", r"\1\2", command).replace("[", "").replace("]", "")
             words = shlex.split(re.sub(r"(\w+)\|[\w|]+", r"\1", command))
             found[tuple(STANDS_FOR.get(word, word) for word in words)] = None

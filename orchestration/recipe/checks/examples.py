@@ -174,6 +174,8 @@ def _rendering_problems(
         for row, where in rows:
             PromptFormatter(part, tokenizer).prompt(row, where)
         return
+    if chosen_template(part.chat_template, tokenizer) is None:
+        return  # the rows may be texts, which need none
     formatter, errors = PromptFormatter(part.model_copy(update={"responses": []}), tokenizer), list[PromptError]()
     for messages in INVENTED:
         try:

@@ -186,6 +186,15 @@ def test_a_template_need_take_one_of_several_conversations_where_no_row_can_be_r
     assert list(problems_of({**source, "chat_template": template})) == ["prompts.chat_template"]
 
 
+def texts() -> list[dict[str, str]]:
+    return [{"prompt": "a", "answer": "b"}]
+
+
+def test_responses_that_a_function_makes_need_no_template() -> None:
+    source = {"source": "datasets", "path": f"{__name__}:texts", "responses": ["answer"]}
+    assert problems_of(source, algorithm__name="sft", algorithm__group_size=1) == {}
+
+
 def test_checks_run_after_those_whose_findings_they_read() -> None:
     order = [check.__name__ for check in machine_checks()]
     readers = [check.__name__ for check in MACHINE_CHECKS if "environment.prompts" in inspect.getsource(check)]
