@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from pipeline.compat.extras import extra
 from stages.json_schema import options_model
-from stages.rewards.answers import Number, number_of, plain_text, read_number
+from stages.rewards.answers import Number, in_tags, number_of, plain_text, read_number
 
 Completions = list[str | list[dict[str, str]]]
 
@@ -145,8 +144,8 @@ def last_number(response: str) -> str | None:
 
 def tagged(response: str) -> str:
     """The last ``<answer>…</answer>`` in ``response``, or all of it."""
-    found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
-    return str(found[-1] if found else response).strip()
+    part = in_tags(response)
+    return (response if part is None else part).strip()
 
 
 @cache

@@ -134,14 +134,20 @@ def answer_part(text: str) -> tuple[str, bool]:
         content = _braced(text, begin + len(mark)) if begin >= 0 else None
         if content is not None:
             return content, True
-    end = text.rfind("</answer>")
-    begin = text.rfind("<answer>", 0, max(0, end))
-    if begin >= 0:
-        return text[begin + len("<answer>") : end], True
+    tagged = in_tags(text)
+    if tagged is not None:
+        return tagged, True
     _, mark, after = text.rpartition("####")
     if mark and after.strip():
         return after.strip().splitlines()[0], True
     return text, False
+
+
+def in_tags(text: str) -> str | None:
+    """What stands in the last ``<answer>…</answer>`` of ``text``; None where there is none."""
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(0, end))
+    return text[begin + len("<answer>") : end] if begin >= 0 else None
 
 
 def plain_text(text: str) -> str:
