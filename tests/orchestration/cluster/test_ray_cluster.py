@@ -49,7 +49,7 @@ def cluster() -> Iterator[Started]:
     """`ray start --head` with a token, in a session of its own: `ray stop` would end the clusters of others too."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # the names of Ray's sockets are long
     started = Started(free_port(), free_port(), folder)
-    ports = [f"--port={started.port}", f"--ray-client-server-port={started.client_port}"]
+    ports = [f"--port={started.port}", f"--ray-client-server-port={started.client_port}", "--node-ip-address=127.0.0.1"]
     quiet = ["--disable-usage-stats", "--include-dashboard=false", "--num-cpus=4"]
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_TMPDIR": str(folder), "RAY_worker_niceness": "0"}
     command = [str(BIN / "ray"), "start", "--head", "--block", *ports, *quiet]
