@@ -132,11 +132,11 @@ def roots(tmp_path: Path) -> tuple[Path, Path]:
     root, outside = tmp_path / "root", tmp_path / "outside"
     for folder in (root / "inner", outside):
         folder.mkdir(parents=True)
-        (folder / "rows.jsonl").write_text('{"prompt": "say a"}\n')
+        (folder / "rows.jsonl").write_text('{"prompt": "say a", "answer": "a"}\n')
     (root / "link.jsonl").symlink_to(outside / "rows.jsonl")
     (root / "linked").symlink_to(outside)
     (tmp_path / "root-twin").mkdir()
-    (tmp_path / "root-twin" / "rows.jsonl").write_text('{"prompt": "say a"}\n')
+    (tmp_path / "root-twin" / "rows.jsonl").write_text('{"prompt": "say a", "answer": "a"}\n')
     return root, outside
 
 
