@@ -119,7 +119,7 @@ TOLERANCE = 0.15
 def recipe_of(source: str, changes: Changes) -> Recipe:
     data: dict[str, Any] = {
         "name": "memory",
-        "model": {"source": source},
+        "model": {"source": source, "vocabulary": "model"},  # the tokenizer of "tiny" has far fewer tokens
         "prompts": {"source": "builtin", "task": "repeat", "max_prompt_tokens": 32},
         "rollout": {"max_rows": 16, "max_tokens": 64, "threads": 2, "device": "cpu"},
         "reward": {"functions": [{"name": "spelling"}]},

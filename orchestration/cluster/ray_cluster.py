@@ -12,7 +12,6 @@ whose mode is not the cluster's cannot be answered. So the cluster is asked firs
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -24,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pipeline.compat.extras import extra, is_installed
 
 AUTO, LOCAL, CLIENT = "auto", "local", "ray://"
 OWN_RESOURCE = "asyncdock-run"  # marks the cluster that a run has started for itself: no other run joins it
@@ -120,12 +121,13 @@ def _open(address: str, where: str, environment: Mapping[str, str]) -> Cluster:
 def _asks_by_itself(environment: Mapping[str, str]) -> bool:
     """Whether Ray connects in a way that is not imitated here: TLS of its own, tokens of Kubernetes."""
     own_tls = environment.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-    return own_tls or environment.get("RAY_AUTH_MODE") == "k8s" or importlib.util.find_spec("grpc") is None
+    return own_tls or environment.get("RAY_AUTH_MODE") == "k8s" or not is_installed("grpc")
 
 
 def _reply(server: str, call: tuple[str, bytes], token: str) -> tuple[str, Any]:
     """Return the name of gRPC's status, "" for success, and the reply's bytes or the text of the error."""
-    import grpc
+    with extra("ray"):
+        import grpc
 
     method, request = call
     metadata = [("authorization", f"Bearer {token}")] if token else []

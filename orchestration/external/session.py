@@ -271,9 +271,11 @@ class External(ExternalWeights):
         claim, _ = await self._lease(token, owner)
         if claim.stage != "update":
             raise Misfit("step", f"is not for stage {claim.stage!r}", "put the columns that it makes")
-        names = REWARDS[: 1 + self.recipe.runs_stage("reward")]
+        names = list(REWARDS[: 1 + self.recipe.runs_stage("reward")])
         dock = await self._warehouses()
-        rewards = dict(await dock.fetch(claim, [name for name in names if name in dock.schema]))
+        names = [name for name in names if name in dock.schema]
+        rows = await dock.fetch(claim, names)
+        rewards = {name: rows[name] for name in names}
         ledger, now = await self.index.ledger(), time.time()
         since = float(await self.index.get("stepped") or now)
         stale = (step - claim.oldest_version.astype(int)).tolist()

@@ -208,7 +208,8 @@ class PromptCheck:
 
     def _check_arrow(self, files: Sequence[Path]) -> Iterator[PromptError]:
         """Check the rows of Arrow files, of which no more than the rows that are checked is read from the disk."""
-        import pyarrow
+        with extra("data"):
+            import pyarrow
 
         rows = 0
         for path in files:

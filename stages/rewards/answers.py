@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from pipeline.compat.extras import ExtraMissing, extra
+
 MOST_DIGITS, MOST_EXPONENT = 1000, 400  # of a number that is read; longer ones equal nothing
 MOST_CHARACTERS = 300  # of an expression that math-verify reads
 SECONDS = 5.0  # that it may take
@@ -291,8 +293,9 @@ def _rational(exact: Any, value: Any) -> Fraction:
 @functools.cache
 def _math_verify() -> Any:
     try:
-        import math_verify
-    except ImportError:
+        with extra("math"):
+            import math_verify
+    except ExtraMissing:
         return None
     import logging
 

@@ -5,7 +5,6 @@ options ──▶ Settings, PolicyDeployment ──▶ Ray Serve ──▶ URL o
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ import typer
 from api.cli.exit_codes import FAILED
 from api.cli.options import IndexOption
 from api.cli.output import refuse
-from pipeline.compat.extras import ExtraMissing, extra
+from pipeline.compat.extras import ExtraMissing, extra, is_installed
 
 
 def deploy_command(
@@ -39,7 +38,7 @@ def deploy_command(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the deployment of RUN instead.")] = False,
 ) -> None:
     """Serve the newest policy of RUN, and its versions, on a Ray cluster, with Ray Serve's autoscaling."""
-    if importlib.util.find_spec("ray") is not None:
+    if is_installed("ray"):
         address = _admitted(address)
     try:
         with extra("ray"):

@@ -276,7 +276,7 @@ def test_longrope_of_all_engines_follows_from_the_longest_row(tmp_path: Path, mo
         (8, 20, {"max_model_len": 64}, 64),
     ):
         changes = {"prompts": {"max_prompt_tokens": prompt}, "rollout": {"max_tokens": response}}
-        asked = recipe(model={"source": str(folder)}, **changes)
+        asked = recipe(model={"source": str(folder), "vocabulary": "model"}, **changes)
         by_vllm = recipe(
             model=asked.model.model_dump(),
             prompts=changes["prompts"],
