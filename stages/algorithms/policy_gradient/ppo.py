@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 HEAD_RATE = 10  # times the policy's learning rate (docs/measurements/algorithms.md)
 
 
+LEAST_VARIANCE = 1e-6  # of returns, as a share of their mean square
+
+
 class ValueLearner(Algorithm):
     """The options and formulas that a policy with a critic and a critic of its own share."""
 
@@ -80,7 +83,9 @@ class ValueLearner(Algorithm):
         shown = dict(metrics)
         error = shown.pop("value_error") - shown.pop("value_bias") ** 2
         variance = shown.pop("return_square") - shown["return_mean"] ** 2
-        return shown | {"explained_variance": 1 - error / variance if variance > 0 else 0.0}
+        # A difference of sums in float32: below this share it is rounding, of returns that are all equal.
+        varies = variance > LEAST_VARIANCE * (variance + shown["return_mean"] ** 2)
+        return shown | {"explained_variance": 1 - error / variance if varies else 0.0}
 
 
 class CriticTraining(ValueLearner):

@@ -68,6 +68,19 @@ def test_returns_that_are_all_equal_have_no_variance_to_explain() -> None:
     assert PPO().explained(sums)["explained_variance"] == 0.0
 
 
+def test_rounding_of_equal_returns_is_no_variance() -> None:
+    """Means of 5,000 tokens in float32, as the engine adds them up: 0.7 squared is not exact."""
+    returns = torch.full((5000,), 0.7)
+    errors = torch.linspace(-1, 1, 5000)
+    sums = {
+        "value_error": float(errors.square().mean()),
+        "value_bias": float(errors.mean()),
+        "return_square": float((returns.square() / 5000).sum()) * (1 + 2e-7),
+        "return_mean": float((returns / 5000).sum()),
+    }
+    assert PPO().explained(sums)["explained_variance"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("now", "before", "target", "error"),
     [
