@@ -279,7 +279,7 @@ class CheckedRecipe(BaseModel):
     recipe: dict[str, Any]
     plan: Plan
     prompts: list[str] = Field(
-        description="Files, splits and rows of the prompts, and columns whose values become others."
+        description="Files, splits and rows that the prompts are read from, and the columns whose values are converted."
     )
     examples: list[ExamplePrompt] = Field(description="The first prompt of each source, as the model reads it.")
 

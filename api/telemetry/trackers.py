@@ -137,9 +137,9 @@ class Mlflow(Tracker):
             _module(needed, "mlflow")
         self._entities = _module("mlflow.entities", "mlflow")
         folder = folder.resolve()
-        own = f"sqlite:///{folder / MLFLOW_FILE}"
-        self._uri = os.environ.get("MLFLOW_TRACKING_URI") or own
-        self._folder = folder if self._uri == own else None
+        local_uri = f"sqlite:///{folder / MLFLOW_FILE}"
+        self._uri = os.environ.get("MLFLOW_TRACKING_URI") or local_uri
+        self._folder = folder if self._uri == local_uri else None
         self._metrics: list[Any] = []
         with self._errors():
             self._client = mlflow.MlflowClient(tracking_uri=self._uri)

@@ -165,13 +165,17 @@ def _token(where: str, environment: Mapping[str, str]) -> tuple[str, str]:
 
 def _compare(cluster: Mapping[str, str], where: str, environment: Mapping[str, str]) -> None:
     """Raise ClusterRefused where the cluster has another Ray or Python than this program."""
-    own, other = importlib.metadata.version("ray"), cluster.get("ray_version", "")
-    if other and other != own:
-        raise ClusterRefused(f"{where}: has Ray {other}, and this environment {own}; pip install 'ray[serve]=={other}'")
-    own, other = platform.python_version(), cluster.get("python_version", "")
+    ray_here = importlib.metadata.version("ray")
+    ray_there = cluster.get("ray_version", "")
+    if ray_there and ray_there != ray_here:
+        fix = f"pip install 'ray[serve]=={ray_there}'"
+        raise ClusterRefused(f"{where}: has Ray {ray_there}, and this environment {ray_here}; {fix}")
+    python_here = platform.python_version()
+    python_there = cluster.get("python_version", "")
     parts = 2 if environment.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL") == "minor" else 3
-    if other and other.split(".")[:parts] != own.split(".")[:parts]:
-        raise ClusterRefused(f"{where}: has Python {other}, and this environment {own}; Ray asks for the same one")
+    if python_there and python_there.split(".")[:parts] != python_here.split(".")[:parts]:
+        versions = f"has Python {python_there}, and this environment {python_here}"
+        raise ClusterRefused(f"{where}: {versions}; Ray asks for the same one")
 
 
 def _temporary_folder(environment: Mapping[str, str]) -> Path:

@@ -184,19 +184,15 @@ class _Submission:
         if on_ray or self.value("launch.remote_rollouts"):
             key, plain = ("launch.launcher", "process") if on_ray else ("launch.remote_rollouts", 0)
             derived = address is None or self.value("pipeline.serve") in (None, AUTO)
-            wrong = option = ""
+            reason = option = ""
             if not self.settings.index:
-                wrong, option = (
-                    "needs an index that other machines reach; this service's is its own",
-                    "--index redis://…",
-                )
+                reason = "needs an index that other machines reach; this service's is its own"
+                option = "--index redis://…"
             if derived and not self._may_listen("0.0.0.0"):  # it may be any address of this machine
-                wrong, option = (
-                    "has the run listen for other machines, which a request may not",
-                    "--allow-listen 0.0.0.0",
-                )
-            if wrong:
-                self.refuse(key, self.value(key), wrong, f"leave it out, or {ASK.format(option)}", plain)
+                reason = "has the run listen for other machines, which a request may not"
+                option = "--allow-listen 0.0.0.0"
+            if reason:
+                self.refuse(key, self.value(key), reason, f"leave it out, or {ASK.format(option)}", plain)
             if address is not None and not self._may_listen(address):
                 self.refuse("sync.serve", address, port, fix, LOOPBACK)
             return

@@ -64,7 +64,7 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
 
 
 def prompt_sources(recipe: Recipe) -> list[str]:
-    """Say which files, splits and rows the prompts of a sound ``recipe`` are of, and which columns' values become others. As
+    """Say which files, splits and rows the prompts of a sound ``recipe`` are of, and which columns' values are converted. As
     far as a check reads; nothing is said of sources whose rows other programs or functions make."""
     found = []
     for key, part in recipe.prompts.parts().items():
