@@ -108,20 +108,20 @@ async def test_rows_are_processed_in_order_and_each_once(dock: Dock) -> None:
 
 async def test_a_controller_reports_its_work(dock: Dock) -> None:
     await admit(dock, range(2))
-    stage = Double()
+    stage = Double(most=2)  # its room is taken by the first claim: nothing moves while the report is made
     stage.gate.clear()
     controller = Controller(dock, stage, number=7)
     running = asyncio.create_task(controller.run())
     await until(lambda: bool(stage.claimed), "a claim")
     await admit(dock, range(2, 9))
     await controller.report()
+    held = [event.data for event in await dock.index.events() if event.kind == "stage"][-1]
     stage.gate.set()
     await until(lambda: len(stage.done) == 9, "all rows")
     await finish(controller, running)
     reports = [event.data for event in await dock.index.events() if event.kind == "stage"]
-    first = next(data for data in reports if data["in_flight"])
-    assert (first["worker"], first["stage"]) == ("double-7", "double")
-    assert first["in_flight"] + first["queue_depth"] == 9
+    assert (held["worker"], held["stage"]) == ("double-7", "double")
+    assert (held["in_flight"], held["queue_depth"]) == (2, 7)
     assert reports[-1]["rows"] == 9
     assert reports[-1]["queue_depth"] == reports[-1]["in_flight"] == 0
     for data in reports:
