@@ -120,8 +120,7 @@ class Claims(Calls):
     async def admit(self, stored: Stored, groups: Sequence[tuple[int | None, int, int]]) -> int:
         """Admit groups with their ``stored`` columns. Each entry of ``groups``: (number of the first group, None for the
         next one; how many groups; samples of each). Returns the number after the last group. Raises GateClosed."""
-        entries = [(False if first is None else first, count, samples) for first, count, samples in groups]
-        return int(await self.call("admit", **stored._asdict(), groups=entries))
+        return int(await self.call("admit", **stored._asdict(), groups=list(groups)))
 
     async def claim(
         self,

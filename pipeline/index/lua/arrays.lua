@@ -62,7 +62,7 @@ local function stretches(bytes, visit)
   if bytes == rep(first, n) then return visit(first, 0, n - 1) end
   while i < n do
     local entry, j = sub(bytes, 8 * i + 1, 8 * i + 8), i
-    while j + 1 < n and sub(bytes, 8 * j + 9, 8 * j + 16) == entry do j = j + 1 end
+    while sub(bytes, 8 * j + 9, 8 * j + 16) == entry do j = j + 1 end
     visit(entry, i, j)
     i = j + 1
   end

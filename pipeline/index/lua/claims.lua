@@ -160,8 +160,8 @@ local function check_width(name, bytes, width, n)
   if #bytes ~= width * n then fail('BAD', name .. ': ' .. #bytes .. ' bytes for ' .. n .. ' rows; give ' .. width .. ' for each') end
 end
 
--- {worker, home, block, close, mask, refs, groups = {{group or false, how many groups, samples of each}…}} → next group. Groups
--- enter the run: new ones in order (false: the next numbers), or lost ones again. `refs` are the places of all rows.
+-- {worker, home, block, close, mask, refs, groups = {{group or nil, how many groups, samples of each}…}} → next group. Groups
+-- enter the run: new ones in order (nil: the next numbers), or lost ones again. `refs` are the places of all rows.
 define('admit', function(run, a)
   local cfg, offers = config(run), {}
   local next_group, limit = value(run, 'admitted'), gate(run, cfg, value(run, 'published'))

@@ -177,7 +177,7 @@ define('take_swap_turn', function(run, a)
     return { granted = true }
   end
   local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')
-  return { granted = false, wait = woken(run, 'swap'), due = max(1, first[2] - t) }
+  return { granted = false, wait = woken(run, 'swap'), due = first[2] - t }
 end)
 
 -- {worker}: its turn ends; the next worker may swap.

@@ -95,6 +95,38 @@ async def test_figures_of_an_ended_run_stay(dock: Dock) -> None:
     assert [await dock.index.queue_depth(stage) for stage in ("rollout", "reward")] == [0, 0]
 
 
+async def test_a_step_of_more_groups_than_a_segment_has_entries_loses_none(index: Index, tmp_path: Path) -> None:
+    """5000 groups of 2 rows: both are kept in segments of 4096 entries."""
+    groups = list(range(5000))
+    of_rows = [group for group in groups for _ in range(2)]
+    await index.init(config(groups_per_step=5000), COUNTERS)
+    dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
+    await dock.join(1 << 22)
+    prompt_ids = [torch.tensor([group]) for group in groups]
+    await dock.admit([(group, 2) for group in groups], {"prompt_ids": prompt_ids, "answer": [""] * 5000})
+
+    claimed = await claim(dock, "rollout", 5000, version=0)
+    assert (claimed.row.tolist(), claimed.group.tolist()) == (list(range(10000)), of_rows)
+    fetched = await dock.fetch(claimed, ["prompt_ids"])
+    assert fetched["prompt_ids"].values().tolist() == of_rows
+    responses = [torch.tensor([row]) for row in range(10000)]
+    await dock.commit(claimed, range(10000), {"response_ids": responses}, generated=[(0, 3)] * 10000)
+    for stage, column in (("reward", "reward"), ("advantage", "advantage")):
+        found = await claim(dock, stage, 10000)
+        await dock.commit(found, range(10000), {column: torch.arange(10000, dtype=torch.float32)})
+
+    await index.train(await claim(dock, "update"), 0)
+    replayed = await index.replay(0)
+    fetched = await dock.fetch(replayed, ["response_ids", "advantage"])
+    assert fetched["response_ids"].values().tolist() == list(range(10000))
+    assert fetched["advantage"].tolist() == list(range(10000))
+    ledger = await index.ledger()
+    assert (ledger["trained"], ledger["trained_tokens"], ledger["in_flight"]) == (10000, 30000, 0)
+    assert await index.release_steps(1) == 5000
+    stats = await index.stats()
+    assert (stats["rows"], stats["blocks"], stats["warehouses"]["local"]["used"]) == (0, 0, 0)
+
+
 # ── what is dropped ──
 
 
@@ -226,7 +258,15 @@ async def test_what_training_waits_for_is_the_oldest_group_and_who_holds_it(dock
     await respond(dock, first, positions=[1])
     found = await index.waiting()
     assert (found.group, found.stage, found.rows, found.holders) == (0, "reward", 2, ())
+    one_each = [await index.claim("reward", worker, 1, 60.0, home=dock.home or 0) for worker in ("one", "two")]
     await respond(dock, second)
+    await through_advantage(dock)
+    found = await index.waiting()
+    assert (found.group, found.stage, found.rows) == (0, "reward", 2), "the trainer could claim the later ones"
+    assert sorted(worker for worker, _ in found.holders) == ["one", "two"]
+    for held in one_each:
+        assert isinstance(held, Claim)
+        await index.hand_back(held)
     await through_advantage(dock)
     found = await index.waiting()
     assert found.group is None, "the trainer could claim all"

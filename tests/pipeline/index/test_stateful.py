@@ -15,6 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,6 +126,7 @@ class Flow:
 
     async def leave(self) -> None:
         await self.count_references()
+        await self.look_at_ranges()
         await self.docks["a"].index.erase()
         for dock in self.docks.values():
             await dock.index.close()
@@ -515,6 +517,16 @@ class Flow:
         kept = await index._redis.hgetall(f"{index.prefix}refs")  # type: ignore[misc]
         assert {int(block): int(count) for block, count in kept.items()} == pointing
         assert set(map(int, await index._redis.hkeys(f"{index.prefix}blocks"))) == set(pointing)  # type: ignore[misc]
+
+    async def look_at_ranges(self) -> None:
+        """Neighbouring ranges of a set are joined, so that a set is as small as its gaps allow."""
+        index = self.docks["a"].index
+        names = ["open", "begun:rollout", "parked:rollout"]
+        names += [f"ready:{stage}:{home}" for stage in FLOW for home in range(2)]
+        for name in names:
+            members = await index._redis.zrange(index.prefix + name, 0, -1)
+            edges = [[int(edge) for edge in member.decode().split("-")] for member in members]
+            assert all(last + 1 < first for (_, last), (first, _) in pairwise(edges)), (name, edges)
 
     async def agree(self) -> None:
         stats = await self.docks["a"].index.stats()

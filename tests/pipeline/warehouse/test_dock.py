@@ -448,6 +448,8 @@ async def test_transitions_follow_the_allowed_moves(index: Index) -> None:
     assert await index.transition([""], "created") == ("created", True)
     assert await index.transition(["running"], "paused") == ("created", False)
     assert (await index.state())[:2] == ("created", "")
+    assert await index.transition(["created"], "stopping", "the user asked for it") == ("stopping", True)
+    assert (await index.state())[:2] == ("stopping", "the user asked for it")
 
 
 @pytest.mark.parametrize("slab", [0, 1 << 14])
