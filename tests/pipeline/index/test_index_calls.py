@@ -96,20 +96,22 @@ async def test_figures_of_an_ended_run_stay(dock: Dock) -> None:
 
 
 async def test_a_step_of_more_groups_than_a_segment_has_entries_loses_none(index: Index, tmp_path: Path) -> None:
-    """5000 groups of 2 rows: both are kept in segments of 4096 entries."""
-    groups = list(range(5000))
+    """5001 groups of 2 rows, of which one is dropped: both are kept in segments of 4096 entries."""
+    groups = [group for group in range(5001) if group != 7]
     of_rows = [group for group in groups for _ in range(2)]
+    rows = [row for group in groups for row in (2 * group, 2 * group + 1)]
     await index.init(config(groups_per_step=5000), COUNTERS)
     dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
     await dock.join(1 << 22)
-    prompt_ids = [torch.tensor([group]) for group in groups]
-    await dock.admit([(group, 2) for group in groups], {"prompt_ids": prompt_ids, "answer": [""] * 5000})
+    prompt_ids = [torch.tensor([group]) for group in range(5001)]
+    await dock.admit([(group, 2) for group in range(5001)], {"prompt_ids": prompt_ids, "answer": [""] * 5001})
+    await dropped(dock, [7])
 
     claimed = await claim(dock, "rollout", 5000, version=0)
-    assert (claimed.row.tolist(), claimed.group.tolist()) == (list(range(10000)), of_rows)
+    assert (claimed.row.tolist(), claimed.group.tolist()) == (rows, of_rows)
     fetched = await dock.fetch(claimed, ["prompt_ids"])
     assert fetched["prompt_ids"].values().tolist() == of_rows
-    responses = [torch.tensor([row]) for row in range(10000)]
+    responses = [torch.tensor([row]) for row in rows]
     await dock.commit(claimed, range(10000), {"response_ids": responses}, generated=[(0, 3)] * 10000)
     for stage, column in (("reward", "reward"), ("advantage", "advantage")):
         found = await claim(dock, stage, 10000)
@@ -118,13 +120,36 @@ async def test_a_step_of_more_groups_than_a_segment_has_entries_loses_none(index
     await index.train(await claim(dock, "update"), 0)
     replayed = await index.replay(0)
     fetched = await dock.fetch(replayed, ["response_ids", "advantage"])
-    assert fetched["response_ids"].values().tolist() == list(range(10000))
+    assert fetched["response_ids"].values().tolist() == rows
     assert fetched["advantage"].tolist() == list(range(10000))
     ledger = await index.ledger()
     assert (ledger["trained"], ledger["trained_tokens"], ledger["in_flight"]) == (10000, 30000, 0)
+    whole = [index.prefix + name for name in ("s:0", "s:1", "f:1", "q:0")]  # segments that get no more entries
+    assert await index._redis.exists(*whole) == 4
     assert await index.release_steps(1) == 5000
+    assert await index._redis.exists(*whole) == 0
     stats = await index.stats()
     assert (stats["rows"], stats["blocks"], stats["warehouses"]["local"]["used"]) == (0, 0, 0)
+
+
+async def test_a_claim_says_where_the_columns_of_earlier_stages_lie_and_of_no_others(dock: Dock) -> None:
+    """The admission and three stages write columns; the rewards need what the rollout has made, and so on."""
+    await admit(dock, range(2))
+    writers = {}
+    for stage, column in (("rollout", ""), ("reward", "reward"), ("advantage", "advantage")):
+        found = await claim(dock, stage, version=0 if stage == "rollout" else None)
+        writers[stage] = [len(refs) for refs in found.refs]
+        if stage == "rollout":
+            await respond(dock, found)
+        else:
+            await dock.commit(found, range(4), {column: torch.zeros(4)})
+    writers["update"] = [len(refs) for refs in (await claim(dock, "update")).refs]
+    assert writers == {
+        "rollout": [4, 0, 0, 0],
+        "reward": [4, 4, 0, 0],
+        "advantage": [4, 4, 4, 0],
+        "update": [4, 4, 4, 4],
+    }
 
 
 # ── what is dropped ──

@@ -450,6 +450,7 @@ async def test_transitions_follow_the_allowed_moves(index: Index) -> None:
     assert (await index.state())[:2] == ("created", "")
     assert await index.transition(["created"], "stopping", "the user asked for it") == ("stopping", True)
     assert (await index.state())[:2] == ("stopping", "the user asked for it")
+    assert await index.states([index.run, "unknown"]) == [("stopping", "the user asked for it"), ("", "")]
 
 
 @pytest.mark.parametrize("slab", [0, 1 << 14])

@@ -11,8 +11,12 @@ import torch
 from pipeline.blocks import PackedRows, pack
 from pipeline.warehouse.arena import Arena, StaleHandle
 from pipeline.warehouse.wire.protocol import (
+    WRITE,
     Limits,
+    Request,
     TransferError,
+    WriteRequest,
+    parse_request,
 )
 from pipeline.warehouse.wire.server import WarehouseServer
 from tests.pipeline.warehouse.wire.served import (
@@ -85,6 +89,50 @@ async def test_a_write_outside_the_arena_is_refused(offset: int, arena: Arena) -
             await warehouse.copy_in(offset, memoryview(bytes(128)))
         await warehouse.close()
     assert not any(arena.slice(0, arena.nbytes))
+
+
+MAGIC_WORD, BLOCK, COUNT, COLUMN_COUNT = range(4)  # of a block's header; then four words for each column
+IDS_BIT, IDS_OFFSETS, IDS_VALUES, IDS_BYTES, REWARD_BIT, REWARD_OFFSETS, _, REWARD_BYTES = range(4, 12)
+MISPLACED = "column 'ids' lies at .* sections follow one another inside the block's"
+
+
+@pytest.mark.parametrize(
+    ("word", "added", "message"),
+    [
+        (MAGIC_WORD, 1, "header is of block 3 .* must be of 3"),
+        (BLOCK, 1, "header is of block 4 .* must be of 3"),
+        (COUNT, -3, "0 rows, must be 1 to 100"),
+        (COUNT, 98, "101 rows, must be 1 to 100"),
+        (COLUMN_COUNT, -1, "header counts 3 columns and describes 4"),
+        (IDS_BIT, 5, "column bit 5 is not in the schema"),
+        (IDS_BIT, -1, "column bit -1 is not in the schema"),
+        (REWARD_BIT, -1, "column bit 0 .* comes twice"),
+        (IDS_OFFSETS, -64, MISPLACED),  # inside the header
+        (IDS_OFFSETS, 4, MISPLACED),  # no multiple of the offsets' 8 bytes
+        (IDS_VALUES, -64, MISPLACED),  # inside the offsets
+        (IDS_BYTES, 4, MISPLACED),  # half a value
+        (IDS_BYTES, -48, MISPLACED),  # 40 bytes less 48
+        (IDS_BYTES, 1 << 40, MISPLACED),
+        (REWARD_OFFSETS, 1, "column 'reward' has 12 bytes, must be 3 times 4 and no offsets"),
+        (REWARD_BYTES, 4, "column 'reward' has 16 bytes, must be 3 times 4 and no offsets"),
+    ],
+)
+def test_a_header_that_does_not_describe_its_block_is_refused(word: int, added: int, message: str) -> None:
+    rows = pack(SCHEMA, ROWS)
+    memory = bytearray(rows.nbytes)
+    rows.write_into(memoryview(memory), 3)
+    header = np.frombuffer(memory, np.int64, 4 + 4 * len(ROWS)).copy()
+
+    def parsed() -> Request:
+        control = struct.pack("<qqqd", 64, 3, rows.nbytes, 0.0) + header.tobytes()
+        return parse_request(WRITE, control, rows.nbytes - header.nbytes, SCHEMA, 4096, Limits(rows=100))
+
+    request = parsed()
+    assert isinstance(request, WriteRequest)
+    assert (request.offset, request.block, request.nbytes) == (64, 3, rows.nbytes)
+    header[word] += added
+    with pytest.raises(TransferError, match=f"write: {message}"):
+        parsed()
 
 
 async def test_a_repeated_write_leaves_the_block_alone(arena: Arena) -> None:
