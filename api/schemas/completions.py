@@ -2,39 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_validator
 
 from api.schemas.runs import Strict
+from stages.engines.bounds import LEAST, MOST_TEMPERATURE, temperature_problem, top_p_problem
 
 MOST_CHOICES = 128  # of one request
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 Tokens = Annotated[int, Field(ge=1, le=2**31)]
 Zero = Annotated[float, Field(ge=0, le=0)]
+Empty = Annotated[list[Any], Field(max_length=0)]
+NoBias = Annotated[dict[str, float], Field(max_length=0)]
+NoMetadata = Annotated[dict[str, str], Field(max_length=0)]
+
+
+def _unless(problem_of: Callable[[float], str]) -> AfterValidator:
+    """Refuse a value with a problem, which is a text of the field, the value and after "; " the fix."""
+
+    def check(value: float) -> float:
+        if problem := problem_of(value):
+            raise ValueError(f"is not right; {problem.partition('; ')[2]}")
+        return value
+
+    return AfterValidator(check)
+
+
+Temperature = Annotated[
+    float, _unless(temperature_problem), Field(json_schema_extra={"minimum": 0, "maximum": MOST_TEMPERATURE})
+]
+TopP = Annotated[float, _unless(top_p_problem), Field(json_schema_extra={"minimum": LEAST, "maximum": 1})]
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class Sampling(Strict):
-    """What both kinds of requests have. ``mix_versions`` and ``top_k`` are AsyncDock's own."""
+    """What both kinds of requests have. ``mix_versions`` and ``top_k`` are AsyncDock's own. What of OpenAI's is not served
+    is taken with the value that it has by default, as some clients send it."""
 
     model: str = Field(max_length=200, description="RUN, RUN@VERSION, or the name of a checkpoint that is served.")
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int = Field(0, ge=0, le=2**31, description="0: all tokens.")
+    temperature: Temperature | None = Field(None, description="0: the likeliest token.")
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = Field(None, description="0: all tokens.")
     n: int | None = Field(None, ge=1, le=MOST_CHOICES, description="Choices of each prompt.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed and version: the same tokens.")
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    mix_versions: bool = Field(False, description="Tokens of an answer may come from versions published meanwhile.")
+    mix_versions: bool | None = Field(
+        None, description="Tokens of an answer may come from versions published meanwhile."
+    )
     user: str | None = None
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
+    logit_bias: NoBias | None = Field(None, description="Not served.")
 
     @property
     def media_type(self) -> str:
@@ -46,10 +73,21 @@ class CompletionRequest(Sampling):
     """A prompt, or several, as texts or tokens."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
-    max_tokens: Tokens | None = Field(None, description="Default: 16.")
+    max_tokens: Tokens | None = Field(None, description="Default: 16, or what the context leaves.")
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Those of the sampled and of this many likeliest tokens."
     )
+    echo: Literal[False] | None = Field(None, description="The prompt is not repeated.")
+    best_of: int | None = Field(None, ge=1, description="As many as `n`: none is left out.")
+    suffix: Literal[""] | None = Field(None, description="Not served.")
+
+    @field_validator("best_of")
+    @classmethod
+    def _returns_all(cls, best_of: int | None, request: ValidationInfo) -> int | None:
+        choices = request.data.get("n") or 1
+        if best_of not in (None, choices):
+            raise ValueError(f"would leave choices out; give n, which is {choices}")
+        return best_of
 
 
 class TextPart(Strict):
@@ -59,22 +97,59 @@ class TextPart(Strict):
 
 class ChatMessage(Strict):
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = Field(None, validate_default=True)
     name: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: Empty | None = None
+    tool_calls: Empty | None = None
+    function_call: None = None
+
+    @field_validator("content")
+    @classmethod
+    def _has_content(cls, content: str | list[TextPart] | None, message: ValidationInfo) -> str | list[TextPart] | None:
+        if content is None and message.data.get("role") != "assistant":
+            raise ValueError("is missing; give a text: only an assistant's may be null")
+        return content
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ResponseFormat(Strict):
+    type: Literal["text"]
 
 
 class ChatRequest(Sampling):
     """A conversation, which the policy's chat template makes a prompt of."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: Tokens | None = Field(None, description="Default: rollout.max_tokens of the run.")
+    max_tokens: Tokens | None = Field(
+        None, description="Default: rollout.max_tokens of the run, or what the context leaves."
+    )
     max_completion_tokens: Tokens | None = Field(None, description="As max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20, description="With `logprobs`: also this many likeliest tokens.")
+    response_format: ResponseFormat | None = None
+    tools: Empty | None = Field(None, description="Not served, as `functions`.")
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Empty | None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+    store: Literal[False] | None = Field(None, description="Nothing is stored.")
+    metadata: NoMetadata | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
 
 Request = CompletionRequest | ChatRequest
@@ -88,10 +163,10 @@ class Usage(BaseModel):
 
 
 class TokenLogprob(BaseModel):
-    token: str
+    token: str = Field(description=r"Its text; of a part of a character its bytes, as `\xf0\x9f`.")
     logprob: float
-    bytes: list[int]
-    top_logprobs: list[TokenLogprob] = Field([], description="Of a sampled token.")
+    bytes: list[int] = Field(description="Those of the text that it makes; empty where it makes none.")
+    top_logprobs: list[TokenLogprob] = Field(default=[], description="Of a sampled token.")
 
 
 class ChatLogprobs(BaseModel):
@@ -99,10 +174,12 @@ class ChatLogprobs(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    tokens: list[str]
+    tokens: list[str] = Field(description=r"The text of each; of a part of a character `bytes:\xf0\x9f`.")
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
-    text_offset: list[int]
+    top_logprobs: list[dict[str, float]] | None = Field(
+        description="By token, likeliest first; a second one with the same text is `token_id:N`."
+    )
+    text_offset: list[int] = Field(description="In characters of the text, where each token begins.")
 
 
 class ChatText(BaseModel):

@@ -170,6 +170,9 @@ def _wrong_and_fix(kind: str, message: str) -> tuple[str, str]:
             return "is not known here", "remove it, or see /docs for what is"
         case "json_invalid":
             return f"is not JSON ({message.removeprefix('Invalid JSON: ')})", "send one JSON object"
+        case "value_error" if "; " in message:  # raised here: what is wrong, and the fix
+            wrong, _, fix = message.removeprefix("Value error, ").partition("; ")
+            return wrong, fix
     if message.startswith("Input should be "):
         return "is not right", "give " + message.removeprefix("Input should be ")
     return f"is refused ({message})", "see /docs for what it takes"

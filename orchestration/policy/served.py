@@ -17,7 +17,7 @@ import structlog
 from orchestration.policy.engines import PolicyEngines, keep_share
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
 from orchestration.recipe.schema import Recipe
-from orchestration.run.checkpoint import latest, open_checkpoint, whole
+from orchestration.run.checkpoint import readable
 from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of, weight_reader
 from orchestration.run.paths import RunPaths
 from pipeline.events import ENDED
@@ -170,11 +170,17 @@ class _Follower:
     async def begin(self, version: int | None) -> None:
         """Open ``version``; None: the newest checkpoint, and the newest version after it. Raises PolicyUnknown."""
         await self._look()
-        paths = await asyncio.to_thread(whole, self._checkpoints)
-        known = {found.version: found.model for found in map(open_checkpoint, paths)}
-        wanted = max(known, default=0) if version is None else version
-        if wanted in known or wanted == 0:
-            await self._engines.open(wanted, known.get(wanted))
+        while True:
+            known = {found.version: found.model for found in await asyncio.to_thread(readable, self._checkpoints)}
+            wanted = max(known, default=0) if version is None else version
+            if wanted not in known and wanted != 0:
+                break
+            try:
+                await self._engines.open(wanted, known.get(wanted))
+            except Exception:
+                if wanted not in known or known[wanted].exists():
+                    raise
+                continue  # it was removed meanwhile, for a newer one
             if version is None:
                 await self._take()
             return
@@ -212,10 +218,10 @@ class _Follower:
                 if self._policy.trains:
                     log.warning("weights not taken", kept=kept, reason=str(refused))
                     await asyncio.sleep(AGAIN_SECONDS)
-        checkpoint = await asyncio.to_thread(latest, self._checkpoints)
-        if checkpoint is None or checkpoint.version <= kept:
+        checkpoints = await asyncio.to_thread(readable, self._checkpoints)
+        if not checkpoints or checkpoints[-1].version <= kept:
             return False
-        await self._engines.open(checkpoint.version, checkpoint.model)
+        await self._engines.open(checkpoints[-1].version, checkpoints[-1].model)
         return True
 
     async def _load(self, record: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from orchestration.recipe.values import (
 from pipeline.node import AUTO
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.registry import built_in
+from stages.engines.bounds import LEAST, LEAST_TRAINED, MOST_TEMPERATURE
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
 from stages.engines.strategies import Strategies
@@ -132,16 +133,23 @@ class RolloutSection(Section):
         "Responses cut at `max_tokens`: `train` treats them as the others; `mask` takes their tokens out of the loss, while "
         "their rewards count in the group's credit; `drop` takes them out of both.",
     )
-    temperature: float = key(1.0, "Sampling temperature of training responses; logprobs of given ones are at 1.", gt=0)
+    temperature: float = key(
+        1.0,
+        "Sampling temperature of training responses; logprobs of given ones are at 1.",
+        ge=LEAST_TRAINED,
+        le=MOST_TEMPERATURE,
+    )
     top_p: float = key(
         1.0,
         "Nucleus sampling: probability mass kept. 1.0: all. Like `top_k`, refused where the run's own trainer reads "
         "`rollout_logprobs`.",
-        gt=0,
+        ge=LEAST,
         le=1,
     )
     top_k: TokensOrZero = key(0, "Number of likeliest tokens to sample from. 0: all. See `top_p`.")
-    stop: list[str] = key([], "A response ends once it contains one of these texts.", max_length=64)
+    stop: list[Annotated[str, Field(min_length=1)]] = key(
+        [], "A response ends once it contains one of these texts.", max_length=64
+    )
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = key(
         [],
         "A response also ends with one of these token ids, beside the tokenizer's end token and those of the model's "

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from orchestration.run.storage.store import CheckpointStore, sync
 from stages.threads import run_in_thread
 
@@ -39,6 +41,8 @@ if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that r
 
     from stages.engines.protocols import TrainEngine
     from stages.models import Tokenizer
+
+log = structlog.get_logger()
 
 TRAIN, MODEL, CRITIC = "train", "model", "critic"
 BEGUN = ".begun"  # a file in a checkpoint that is being written; ranks that do not see it are on other disks
@@ -349,5 +353,26 @@ def whole(directory: Path) -> list[Path]:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    state = json.loads((path / "run.json").read_text())
-    return Checkpoint(path, state["version"], state["counters"], state["remake"], state.get("rates", ""))
+    """Returns the checkpoint at ``path``. Raises FileNotFoundError where it was removed, and CheckpointUnusable."""
+    text = (path / "run.json").read_bytes()
+    try:
+        state = json.loads(text)
+        return Checkpoint(path, int(state["version"]), state["counters"], state["remake"], state.get("rates", ""))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointUnusable(
+            f"checkpoint: {path / 'run.json'} is damaged ({type(error).__name__}: {error}); remove the folder of this "
+            "checkpoint: the run then goes on from the one before"
+        ) from error
+
+
+def readable(directory: Path) -> list[Checkpoint]:
+    """Returns the checkpoints below ``directory``, oldest first, but those that are damaged, or removed meanwhile."""
+    found = []
+    for path in whole(directory):
+        try:
+            found.append(open_checkpoint(path))
+        except FileNotFoundError:
+            continue
+        except (CheckpointUnusable, OSError) as error:
+            log.warning("a checkpoint is left out", reason=str(error))
+    return found

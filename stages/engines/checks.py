@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from stages.engines.bounds import temperature_problem, top_p_problem
 from stages.engines.protocols import GroupRequest, WeightMismatch
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each parameter, by name
@@ -23,10 +24,10 @@ def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> No
         raise ValueError(f"{where}prompt_ids has {low}..{high}; the model knows 0..{vocabulary - 1}")
     if not request.places or len(set(request.places)) != len(request.places):
         raise ValueError(f"{where}places is {request.places}; give at least one, each once")
-    if min(params.temperature, params.top_k, params.budget, params.max_tokens - 1) < 0 or not 0 < params.top_p <= 1:
-        raise ValueError(
-            f"{where}{params}; max_tokens >= 1, temperature, top_k and budget >= 0, 0 < top_p <= 1 are needed"
-        )
+    if wrong := temperature_problem(params.temperature) or top_p_problem(params.top_p):
+        raise ValueError(f"{where}{wrong}")
+    if min(params.top_k, params.budget, params.max_tokens - 1) < 0:
+        raise ValueError(f"{where}{params}; max_tokens >= 1, top_k and budget >= 0 are needed")
     if "" in params.stop:
         raise ValueError(f"{where}stop is {params.stop}; stop strings may not be empty")
     if len(ids) + params.max_tokens > context:

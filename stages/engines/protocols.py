@@ -144,7 +144,8 @@ class RolloutEngine(Protocol):
         """Add all of ``requests`` to the running batch, in this order, and yield each response as it ends.
 
         Several calls may be in flight together. Closing the iterator (``aclose``) or cancelling its consumer aborts the
-        responses that were not yielded. An error inside the engine is raised by every iterator.
+        responses that were not yielded. An error inside the engine is raised by every iterator; one of a single response
+        by its own iterator alone, as ResponseFailed.
         """
 
     async def load_weights(
@@ -199,6 +200,15 @@ class StreamingEngine(Protocol):
 
 
 @runtime_checkable
+class BoundedEngine(Protocol):
+    """A rollout engine that says how long a sequence may be."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest prompt and response together."""
+
+
+@runtime_checkable
 class TokenizingEngine(Protocol):
     """A rollout engine that has loaded a tokenizer itself. Its vocabulary, ``tokenizer.get_vocab()``, is compared with the
     run's before anything is generated."""
@@ -250,6 +260,10 @@ class EngineMissing(ExtraMissing):
 
 class EngineFailed(RuntimeError):
     """The engine's computation failed (the cause is attached). Every iterator raises it, and no more tokens are made."""
+
+
+class ResponseFailed(RuntimeError):
+    """A response of this request failed (the cause is attached), and the request with it. The engine goes on with others."""
 
 
 class EngineClosed(RuntimeError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stages.engines.protocols import Completion, EngineFailed, FinishReason, GroupRequest, Token
+from stages.engines.protocols import Completion, EngineFailed, FinishReason, GroupRequest, ResponseFailed, Token
 
 
 class ResponseInProgress:
@@ -55,6 +55,12 @@ class ResponseInProgress:
 
 def engine_failed(error: BaseException) -> EngineFailed:
     failed = EngineFailed(f"the rollout engine failed: {error!r}")
+    failed.__cause__ = error
+    return failed
+
+
+def response_failed(error: Exception) -> ResponseFailed:
+    failed = ResponseFailed(f"the response failed in the rollout engine: {error!r}")
     failed.__cause__ = error
     return failed
 

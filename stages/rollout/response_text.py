@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 BROKEN = "\ufffd"  # what a tokenizer writes for the first bytes of a character
+MOST_PENDING = 16  # tokens without a certain character; more are bytes that make none
+
+
+class Decodes(Protocol):
+    """The method of a tokenizer that texts need."""
+
+    def decode(self, token_ids: list[int]) -> Any: ...
 
 
 class ResponseText:
     """Decodes the tokens of one response. Its text ends before the first of the ``stops``; text that may turn out to be the
-    beginning of one, and bytes of an incomplete character, are returned later. ``stopped``: there is no more text."""
+    beginning of one, and bytes of an incomplete character, are returned later. ``stopped``: there is no more text.
+    ``special_tokens``: they have a text, too. ``newest``: what the last call has decoded, before stop strings."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, special_tokens: bool = False) -> None:
         self._tokenizer, self._stops = tokenizer, stops
+        self._options = {} if special_tokens else {"skip_special_tokens": True}
         self._ids: list[int] = []
         self._begin = self._end = 0  # of the tokens that were decoded last: the next ones are decoded after them
         self._held = ""
+        self.newest = ""
         self.stopped = False
 
     def __len__(self) -> int:
         """The number of tokens."""
         return len(self._ids)
+
+    @property
+    def pending(self) -> int:
+        """The number of the last tokens that have not been decoded, as they end inside a character."""
+        return len(self._ids) - self._end
 
     def add(self, token: int) -> str:
         """Append a token; returns the text that is certain now."""
@@ -33,20 +48,33 @@ class ResponseText:
         return self._new_text(whole=True)
 
     def _new_text(self, *, whole: bool) -> str:
-        before, text = self._decode(self._begin, self._end), self._decode(self._begin, None)
-        if self.stopped or (text.endswith(BROKEN) and not whole):
+        self.newest = "" if self.stopped else self._decode_newest(whole=whole)
+        if self.stopped or not (self.newest or whole):
             return ""
-        self._begin, self._end = self._end, len(self._ids)
-        text = self._held + text[len(before) :]
+        text = self._held + self.newest
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         self.stopped = bool(found)
         certain = min(found) if found else len(text) if whole else self._certain(text)
         self._held = text[certain:]
         return text[:certain]
 
+    def _decode_newest(self, *, whole: bool) -> str:
+        """Returns what the tokens after those of the last call add; "" while they end inside a character."""
+        before, text = self._decode(self._begin, self._end), self._decode(self._begin, None)
+        count = len(self._ids)
+        if not text.endswith(BROKEN) or whole:
+            self._begin, self._end = self._end, count
+            return text[len(before) :]
+        for end in range(count - 4, count) if count - self._end > MOST_PENDING else ():
+            first, rest = self._decode(self._begin, end), self._decode(end, None)
+            if first + rest == text:  # no character begins before this token and ends after it
+                self._begin = self._end = end
+                return first[len(before) :]
+        return ""
+
     def _decode(self, begin: int, end: int | None) -> str:
         ids = self._ids[begin:end]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
+        return str(self._tokenizer.decode(ids, **self._options)) if ids else ""
 
     def _certain(self, text: str) -> int:
         """Returns how many characters of ``text`` are before what may be the beginning of a stop string."""

@@ -234,7 +234,7 @@ async def get_checkpoints(service: Service, path: RunPath) -> CheckpointsView:
     folder = service.folder(await service.registry.get(path.run)) / "checkpoints"
 
     def read() -> list[CheckpointView]:
-        return [view for step in checkpoint.whole(folder) if (view := _checkpoint(step))]
+        return [view for found in checkpoint.readable(folder) if (view := _checkpoint(found))]
 
     return CheckpointsView(checkpoints=await asyncio.to_thread(read))
 
@@ -296,10 +296,10 @@ def _hosts(status: RunStatus) -> Iterator[Host]:
         yield Host(name=name, node=status.nodes[name][0], state=status.processes[name][0], workers=workers)
 
 
-def _checkpoint(step: Path) -> CheckpointView | None:
+def _checkpoint(found: checkpoint.Checkpoint) -> CheckpointView | None:
     """Return None when it is removed while it is read: a run keeps only the newest ones."""
+    step = found.path
     try:
-        found = checkpoint.open_checkpoint(step)
         size = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
         return CheckpointView(version=found.version, path=str(step), time=step.stat().st_mtime, bytes=size)
     except FileNotFoundError:

@@ -18,6 +18,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import CriticSection, TrainSection
 from orchestration.recipe.values import format_size
 from pipeline.staleness import passing_steps
+from stages.engines.bounds import LEAST_VLLM
 from stages.engines.strategies import fits_ulysses
 
 
@@ -67,6 +68,9 @@ def vllm_options_fit(recipe: Recipe) -> Iterator[Problem]:
         return
     if vllm.max_model_len:
         yield from _holds_longest_row(recipe, "rollout.vllm.max_model_len", vllm.max_model_len)
+    if rollout.temperature < LEAST_VLLM:
+        wrong = f"is changed by vLLM to {LEAST_VLLM:g} or 0: its logprobs would not be those of the trainer"
+        yield problem(recipe, "rollout.temperature", wrong, f"use a value >= {LEAST_VLLM:g}")
     if (rollout.top_k or rollout.top_p < 1) and recipe.logprob_temperature != 1:
         wrong = "cannot be combined with top_k or top_p in vLLM: its logprobs would not be those of the trainer"
         fix = "set rollout.temperature = 1.0, or rollout.top_k = 0 and rollout.top_p = 1.0"

@@ -104,6 +104,7 @@ class TorchRolloutEngine:
             launch_ahead=static,
         )
         self._has_tokenizer = tokenizer is not None
+        self._context = self._decoder.max_context
         self._paused = self._asleep = False
         self._failed: BaseException | None = None
         self._closed = False  # nothing is posted after it is set
@@ -119,6 +120,10 @@ class TorchRolloutEngine:
     @property
     def version(self) -> int:
         return self._batch.version
+
+    @property
+    def context(self) -> int:
+        return self._context
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[Completion]:
         """See :class:`RolloutEngine`. The rows are submitted before the iterator is awaited. Raises ``ValueError`` for a
@@ -251,7 +256,7 @@ class TorchRolloutEngine:
             raise
 
     def _check(self, request: GroupRequest) -> None:
-        check_request(request, vocabulary=self._decoder.vocabulary, context=self._decoder.max_context)
+        check_request(request, vocabulary=self._decoder.vocabulary, context=self._context)
         if request.params.stop and not self._has_tokenizer:
             raise ValueError(f"group {request.group}: stop is {request.params.stop}; stop strings need a tokenizer")
 

@@ -35,7 +35,7 @@ from stages.engines.protocols import (
     SwapTimes,
     Token,
 )
-from stages.engines.responses import Responses, engine_failed
+from stages.engines.responses import Responses, engine_failed, response_failed
 from stages.engines.vllm.adapters import VllmAdapters
 from stages.engines.vllm.library import import_vllm, vllm_environment
 from stages.engines.vllm.rows import VllmRow, check_request, sampling_params
@@ -125,6 +125,10 @@ class VllmRolloutEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def context(self) -> int:
+        return int(self._context)
 
     @property
     def tokenizer(self) -> Any:
@@ -250,7 +254,11 @@ class VllmRolloutEngine:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            self._fail(error)
+            if self._llm.errored:
+                self._fail(error)
+            else:  # vLLM refuses this request alone
+                row.responses.put(response_failed(error))
+                self._abort(row.responses)
 
     def _forget(self, row: VllmRow, task: asyncio.Task[None]) -> None:
         del self._rows[row]

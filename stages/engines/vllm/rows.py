@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from stages.engines.bounds import LEAST_VLLM
 from stages.engines.checks import check_request as check_basics
 from stages.engines.protocols import GroupRequest, Token
 from stages.engines.responses import ResponseInProgress, Responses
@@ -67,6 +68,9 @@ def check_request(
     filtered = params.top_k or params.top_p < 1
     if filtered and params.temperature and not filters:
         raise ValueError(f"{where}{params}; top_k and top_p need an engine made with filters=True")
+    if 0 < params.temperature < LEAST_VLLM:
+        wrong = f"temperature is {params.temperature:g}, which vLLM would change to {LEAST_VLLM:g} or to 0"
+        raise ValueError(f"{where}{wrong}; give 0, or {LEAST_VLLM:g} at least")
     if filters and params.temperature not in (0.0, 1.0):
         raise ValueError(f"{where}{params}; an engine made with filters=True gives logprobs at temperature 0 or 1")
 

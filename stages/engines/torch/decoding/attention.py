@@ -100,6 +100,12 @@ class TwoPartAttention:
             for kv in pair:
                 kv[target, :, :tokens] = kv[source, :, :tokens]
 
+    def exchange(self, row: int) -> None:
+        """Exchange the keys and values of ``row`` with those of the first one, in every layer."""
+        for layer, (keys, values) in list(self.rows.items()):
+            for kv in self._room(self.rows, layer, row + 1, keys.shape[2], keys, values):
+                kv[[0, row]] = kv[[row, 0]]
+
     def continue_row(self, row: int, prompt_slot: int, tokens: slice) -> None:
         """Copy ``tokens`` of a prompt's keys and values to the beginning of ``row``."""
         count = tokens.stop - tokens.start

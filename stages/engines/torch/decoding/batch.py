@@ -9,30 +9,32 @@ submissions give the same batches and the same bits.
 On an accelerator the next token's decode is launched before the newest token is read: the host reads, checks for ends and
 delivers while the device computes. A token that was launched for a row that had ended is dropped. A call that changes the
 batch first reads what was launched.
+
+What fails for several rows together is computed again for each alone. The rows that fail then are dropped, each with its
+request, and the others go on; where nothing can be computed any more, the engine has failed.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
+import structlog
 import torch
 
 from stages import device as devices
 from stages.engines.protocols import Completion, FinishReason, Token
-from stages.engines.torch.decoding.decoder import TorchDecoder
+from stages.engines.responses import response_failed
+from stages.engines.torch.decoding.decoder import NOT_FINITE, TorchDecoder
 from stages.engines.torch.decoding.rows import PendingGroup, ResponseRow, Submission
 from stages.engines.torch.decoding.sampling import Drawn, draw, uniform
+from stages.rollout.response_text import Decodes, ResponseText
 
-STOP_SLACK = 8  # tokens decoded beyond a stop string's length: its first byte may be inside a token
+log = structlog.get_logger()
 
-
-class Decodes(Protocol):
-    """The method of a tokenizer that stop strings need."""
-
-    def decode(self, token_ids: list[int]) -> Any: ...
+Made = tuple[Sequence[int], Sequence[float]]  # a row's token and the alternatives to it, and their logprobs
 
 
 class ContinuousBatch:
@@ -103,7 +105,7 @@ class ContinuousBatch:
         """Append the launched token to its rows and deliver those that end."""
         launched, self._launched = self._launched, None
         if launched is not None:
-            self._append(0, launched)
+            self._append(0, _read(launched))
             self._deliver_ended()
 
     def _admit(self) -> bool:
@@ -126,32 +128,70 @@ class ContinuousBatch:
                 longest = widest
         if not count:
             return False
-        self._prefill(new)
+        if not self._prefill_or_refuse(new):
+            return True
         started = [self.waiting.popleft() for _ in range(count)]
         self.rows += started
         for row in started:
             assert row.group.prompt is not None
             self.decoder.join(row.group.prompt, row.whole.prompt if row.whole else None)
         sources = [row.whole or row.group for row in started]
-        logits = torch.stack([source.logits for source in sources if source.logits is not None])
+        logits = [source.logits for source in sources if source.logits is not None]
         for row, source in zip(started, sources, strict=True):
             row.start(source)
             row.whole = None
             self._leave_queue(row.group)
         first = len(self.rows) - len(started)
-        self._append(first, self._draw(first, logits))
+        try:
+            made: Sequence[Made | Exception] = _read(self._draw(started, torch.stack(logits)))
+        except Exception as error:
+            _warn_of_one_by_one(error)
+            made = [self._draw_alone(row, own) for row, own in zip(started, logits, strict=True)]
+        self._append(first, made)
         self._deliver_ended()
         return True
+
+    def _prefill_or_refuse(self, groups: list[PendingGroup]) -> bool:
+        """Prefill ``groups``, together or each alone. Those that fail leave the queue; returns whether none has."""
+        try:
+            self._prefill(groups)
+            return True
+        except Exception as error:
+            _warn_of_one_by_one(error)
+        failures: list[tuple[PendingGroup, Exception]] = []
+        for group in groups:
+            try:
+                self._prefill([group])
+            except Exception as error:
+                failures.append((group, error))
+        if failures:
+            self._check_decoder(failures[0][1])
+        for group, failure in failures:
+            for row in [row for row in self.waiting if group in (row.group, row.whole)]:
+                self._refuse(row, failure)
+        return not failures
+
+    def _check_decoder(self, error: Exception) -> None:
+        """Raise ``error``, with which a row failed, where the decoder fails whatever it is given."""
+        try:
+            self.decoder.check()
+        except Exception:
+            raise error from None
+
+    def _refuse(self, row: ResponseRow, error: Exception) -> None:
+        """Drop the request of ``row``, which failed with ``error``."""
+        row.submission.deliver([response_failed(error)])
+        self.abort(row.submission)
 
     def _prefill(self, groups: list[PendingGroup]) -> None:
         if not groups:
             return
-        for group in groups:
-            if group.prompt is not None:  # computed with older weights; rows in flight keep it
-                self.decoder.release(group.prompt)
         prompts, logits = self.decoder.prefill([group.ids for group in groups])
         for group, prompt, first in zip(groups, prompts, logits, strict=True):
-            group.prompt, group.logits, group.version = prompt, first, self.version
+            older, group.prompt = group.prompt, prompt
+            group.logits, group.version = first, self.version
+            if older is not None:  # computed with older weights; rows in flight keep it
+                self.decoder.release(older)
         if self.decoder.routing is not None:
             parts = self.decoder.routing.split([len(group.ids) for group in groups])
             for group, chosen in zip(groups, parts, strict=True):
@@ -168,49 +208,101 @@ class ContinuousBatch:
         """Launch one more token of every row, and read it unless the next one can be launched first."""
         before = self._launched
         fed = before.tokens if before else torch.tensor([row.tokens[-1] for row in self.rows])
-        launched = self._draw(0, self.decoder.decode(fed), unread=1 if before else 0)
+        cached = [row.length for row in self.decoder.rows]
+        try:
+            launched = self._draw(self.rows, self.decoder.decode(fed), unread=1 if before else 0)
+        except Exception as error:
+            _warn_of_one_by_one(error)
+            for own, length in zip(self.decoder.rows, cached, strict=True):
+                own.length = length
+            self.read_launched()
+            self._decode_each()
+            return
         if self.decoder.routing is not None:
             for row, chosen in zip(self.rows, self.decoder.routing.split(1), strict=True):
                 row.routing.append(chosen)
-        finished = before is not None and self._append(0, before)
+        finished = before is not None and self._append(0, _read(before))
         self._launched = launched
         if finished or not self._launch_ahead or self._next_may_end():
             self.read_launched()
+
+    def _decode_each(self) -> None:
+        """Make one more token of every row, each in a forward of its own."""
+        self._append(0, [self._decode_alone(number) for number in range(len(self.rows))])
+        self._deliver_ended()
+
+    def _decode_alone(self, number: int) -> Made | Exception:
+        row = self.rows[number]
+        try:
+            with self.decoder.alone(number):
+                logits = self.decoder.decode(row.tokens[-1:])
+            if self.decoder.routing is not None:
+                row.routing.append(self.decoder.routing)
+        except Exception as error:
+            return error
+        return self._draw_alone(row, logits[0])
 
     def _next_may_end(self) -> bool:
         """Whether the launched token may be a row's last one; then nothing is launched beyond it."""
         return any(len(row.tokens) + 1 >= row.request.params.max_tokens for row in self.rows)
 
-    def _draw(self, first: int, logits: torch.Tensor, unread: int = 0) -> Drawn:
-        """Draw the next token of each row from number ``first`` on, ``unread`` tokens after its last one."""
-        rows = self.rows[first:]
+    def _draw(self, rows: Sequence[ResponseRow], logits: torch.Tensor, unread: int = 0) -> Drawn:
+        """Draw the next token of each of ``rows``, ``unread`` tokens after its last one."""
         points = [uniform(row.request.seed, row.place, len(row.tokens) + unread) for row in rows]
         alternatives = max(row.submission.alternatives or 0 for row in rows)
         return draw(logits, [row.request.params for row in rows], points, alternatives)
 
-    def _append(self, first: int, drawn: Drawn) -> bool:
-        """Append the drawn tokens to the rows from number ``first`` on that have not ended. Returns whether any ends."""
+    def _draw_alone(self, row: ResponseRow, logits: torch.Tensor) -> Made | Exception:
+        """Draw the next token of ``row`` from ``logits`` [V]. Returns the error with which that fails."""
+        try:
+            (made,) = _read(self._draw([row], logits[None].clone()))
+        except Exception as error:
+            return error
+        return made
+
+    def _append(self, first: int, made: Sequence[Made | Exception]) -> bool:
+        """Append the ``made`` tokens to the rows from number ``first`` on that have not ended. Returns whether any ends."""
         ended, streamed = False, dict[int, tuple[Submission, list[Token]]]()
-        for row, tokens, logprobs in zip(self.rows[first:], *drawn.read(), strict=True):
-            if row.ended is None:
-                row.append(tokens[0], logprobs[0], self.version)
-                row.ended = self._finish_reason(row)
-                ended = ended or row.ended is not None
-                if (alternatives := row.submission.alternatives) is not None:
-                    others = tuple(zip(tokens[1 : alternatives + 1], logprobs[1 : alternatives + 1], strict=True))
-                    made = Token(row.request.group, row.place, tokens[0], logprobs[0], self.version, others)
-                    streamed.setdefault(id(row.submission), (row.submission, []))[1].append(made)
+        for row, one in zip(self.rows[first:], made, strict=True):
+            if row.done:
+                continue
+            try:
+                token = self._extend(row, one)
+            except Exception as error:
+                row.failure = error
+            else:
+                if row.submission.alternatives is not None:
+                    streamed.setdefault(id(row.submission), (row.submission, []))[1].append(token)
+            ended = ended or row.done
         for submission, new in streamed.values():
             submission.deliver(new)
         return ended
 
+    def _extend(self, row: ResponseRow, made: Made | Exception) -> Token:
+        """Append to ``row`` its token, and say in ``row.ended`` whether it is the last one. Raises where it cannot."""
+        if isinstance(made, Exception):
+            raise made
+        (token, *others), (logprob, *logprobs) = made
+        if math.isnan(logprob):
+            raise ValueError(NOT_FINITE)
+        row.append(token, logprob, self.version)
+        row.ended = self._finish_reason(row)
+        likeliest = list(zip(others, logprobs, strict=True))[: row.submission.alternatives or 0]
+        possible = tuple(one for one in likeliest if one[1] > -math.inf)  # tokens that pad the head have no probability
+        return Token(row.request.group, row.place, token, logprob, self.version, possible)
+
     def _deliver_ended(self) -> None:
+        failed = [(row, row.failure) for row in self.rows if row.failure is not None]
+        if failed:
+            self._check_decoder(failed[0][1])
         results: dict[int, tuple[Submission, list[Completion | Exception]]] = {}
         for row in self.rows:
             if row.ended is not None:
                 results.setdefault(id(row.submission), (row.submission, []))[1].append(row.completion(row.ended))
         for submission, completions in results.values():
             submission.deliver(completions)
+        for row, error in failed:
+            self._refuse(row, error)
         for number in reversed(range(len(self.rows))):
             if self.rows[number].ended is not None:
                 self._remove(number)
@@ -225,13 +317,28 @@ class ContinuousBatch:
         params = row.request.params
         if row.tokens[-1] in params.stop_token_ids:
             return "stop"
-        if params.stop:
-            assert self._tokenizer is not None
-            # A token has at least one byte, so this many tokens hold any stop string that the newest one completes.
-            tail = max(len(stop.encode()) for stop in params.stop) + STOP_SLACK
-            text = self._tokenizer.decode(row.tokens[-tail:])
-            if any(stop in text for stop in params.stop):
-                return "stop"
-        if len(row.tokens) == params.max_tokens:
+        last = len(row.tokens) == params.max_tokens
+        if params.stop and self._has_stop_string(row, whole=last):
+            return "stop"
+        if last:
             return "length"
         return "cut" if params.budget and len(row.tokens) - row.begun >= params.budget else None
+
+    def _has_stop_string(self, row: ResponseRow, *, whole: bool) -> bool:
+        """Whether the text of ``row`` has one of its stop strings. ``whole``: no more tokens follow."""
+        assert self._tokenizer is not None
+        if row.text is None:
+            row.text = ResponseText(self._tokenizer, row.request.params.stop, special_tokens=True)
+        for token in row.tokens[len(row.text) :]:
+            row.text.add(token)
+        if whole:
+            row.text.finish()
+        return row.text.stopped
+
+
+def _read(drawn: Drawn) -> list[Made]:
+    return list(zip(*drawn.read(), strict=True))
+
+
+def _warn_of_one_by_one(error: Exception) -> None:
+    log.warning("a step failed; each of its rows is computed alone", error=repr(error))

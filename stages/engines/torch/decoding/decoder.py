@@ -18,7 +18,8 @@ tensors, so that the device can replay a recording of it with a handful of calls
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from stages.engines.torch.head import use_float32
 from stages.resharding.swap import separate
 
 ATTENTION = "asyncdock_two_part"
+NOT_FINITE = "the model's logits are not finite; its weights or its inputs are broken"
 PREFILLED = PROBE - 7  # tokens of the comparison with the plain forward that are prefilled
 ROOM_TOKENS = 32  # the room of a row grows by multiples of it
 STATIC_ROWS, STATIC_TOKENS = 8, 64  # smallest sizes of a static step; larger ones are doubled from these
@@ -236,6 +238,30 @@ class TorchDecoder:
         recorded.replay()
         self.routing = None if recorded.routing is None else recorded.routing.clone()
         return recorded.logits
+
+    @contextmanager
+    def alone(self, row: int) -> Iterator[None]:
+        """Within it the batch is row number ``row`` alone. No static step: its padding would overwrite other rows."""
+        rows, static = self.rows, self._static
+        self.attention.exchange(row)
+        self.rows, self._sharing, self._static = [rows[row]], None, False
+        try:
+            yield
+        finally:
+            self.rows, self._sharing, self._static = rows, None, static
+            self.attention.exchange(row)
+
+    def check(self) -> None:
+        """Compute two tokens beside the batch. Raises where the model or the device fails, whatever it is given."""
+        (prompt,), first = self.prefill([torch.zeros(1, dtype=torch.int64)])
+        self.join(prompt)
+        last = len(self.rows) - 1
+        with self.alone(last):
+            second = self.decode([0])
+        self.leave(last)
+        self.release(prompt)
+        if not bool(torch.cat([first, second]).logsumexp(-1).isfinite().all()):
+            raise ValueError(NOT_FINITE)
 
     def clear(self) -> None:
         """Remove every row and prompt and free their keys and values."""

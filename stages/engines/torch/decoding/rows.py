@@ -11,6 +11,7 @@ import torch
 from stages.engines.protocols import Completion, FinishReason, GroupRequest, Token
 from stages.engines.responses import ResponseInProgress
 from stages.engines.torch.decoding.decoder import Prompt
+from stages.rollout.response_text import ResponseText
 
 
 @dataclass(eq=False)
@@ -58,9 +59,15 @@ class ResponseRow(ResponseInProgress):
         self.submission, self.group = submission, group
         self.whole: PendingGroup | None = None  # the prompt with those tokens appended, until the row starts
         self.ended: FinishReason | None = None
+        self.failure: Exception | None = None
+        self.text: ResponseText | None = None  # in which stop strings are looked for
         if self.begun:
             ids = torch.cat([group.ids.cpu(), torch.tensor(self.tokens)])
             self.whole = PendingGroup(group.request, ids, waiting=1)
+
+    @property
+    def done(self) -> bool:
+        return self.ended is not None or self.failure is not None
 
     def start(self, source: PendingGroup) -> None:
         """Take over from the prefilled ``source`` the experts of tokens that have none yet."""

@@ -19,27 +19,20 @@ BLOCK = 256  # columns that one level of a search looks at
 
 
 class Drawn:
-    """One token per row: ``tokens`` int64 [R] on the logits' device, and the ``alternatives`` likeliest ones of ``weights``
-    [R, V], probabilities. :meth:`read` copies tokens and logprobs to the host. The logprob of a row with logits that were
-    not finite is NaN, since an earlier check would wait for the device."""
+    """One token per row: ``tokens`` int64 [R] on the logits' device, and more candidates with their ``logprobs``.
+    :meth:`read` copies them to the host. ``candidates`` int64 and ``logprobs`` float32 [R, 1 + alternatives]: the token
+    itself, then the likeliest ones."""
 
-    def __init__(self, tokens: torch.Tensor, weights: torch.Tensor, alternatives: int) -> None:
+    def __init__(self, tokens: torch.Tensor, candidates: torch.Tensor, logprobs: torch.Tensor) -> None:
         self.tokens = tokens
-        several, chosen = tokens[:, None], weights.gather(-1, tokens[:, None])
-        if alternatives:
-            top = weights.topk(min(alternatives, weights.shape[1]))
-            several, chosen = torch.cat([several, top.indices], 1), torch.cat([chosen, top.values], 1)
         # One copy for both: float32 holds a token's number bit by bit.
-        self._arrive = devices.fetch(torch.stack([several.int(), chosen.log().float().view(torch.int32)]))
+        self._arrive = devices.fetch(torch.stack([candidates.int(), logprobs.float().view(torch.int32)]))
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Returns of each row its token and the alternatives, and their logprobs. Raises ``ValueError`` on logits that are
-        not finite."""
+        """Returns of each row its token and the alternatives, and their logprobs. Those of a row with logits that were not
+        finite are NaN, since an earlier check would wait for the device."""
         tokens, bits = self._arrive()
-        logprobs = bits.view(torch.float32)
-        if bool(logprobs.isnan().any()):
-            raise ValueError("the model's logits are not finite; its weights or its inputs are broken")
-        return tokens.tolist(), logprobs.tolist()
+        return tokens.tolist(), bits.view(torch.float32).tolist()
 
 
 def uniform(seed: int, place: int, index: int) -> float:
@@ -60,6 +53,8 @@ def draw(
         logits /= devices.put(torch.tensor([p.temperature or 1.0 for p in params]), device)[:, None]
     greedy = [not p.temperature for p in params]
     likeliest = _likeliest(logits) if any(greedy) else None
+    # Of tokens so unlikely that their weight below is 0; the sampled token is none of them.
+    exact = logits.log_softmax(-1) if alternatives else None
     # On a CPU in place, and with softmax's exponentials: a fresh tensor of this size, or exp_, takes longer than all else.
     weights = torch.softmax(logits, -1, out=logits if device.type == "cpu" else None)
     chosen = weights
@@ -76,7 +71,11 @@ def draw(
         if likeliest is not None:
             tokens = torch.where(devices.put(torch.tensor(greedy), device), likeliest, tokens)
     # Softmax makes NaN of a row with a logit that is NaN or infinite.
-    return Drawn(tokens, weights, alternatives)
+    own = tokens[:, None]
+    if exact is None:
+        return Drawn(tokens, own, weights.gather(-1, own).log())
+    top = exact.topk(min(alternatives, exact.shape[1]))
+    return Drawn(tokens, torch.cat([own, top.indices], 1), torch.cat([exact.gather(-1, own), top.values], 1))
 
 
 def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
@@ -97,7 +96,8 @@ def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float
         mass = torch.where(k <= width, (top * ranked).sum(-1), weights.sum(-1))
         kept = ranked & (top.cumsum(-1) - top < (p * mass)[:, None])
         if width == vocabulary or not bool((kept[:, -1] & (k > width)).any()):
-            return top.gather(-1, kept.sum(-1, keepdim=True) - 1)[:, 0]
+            last = (kept.sum(-1, keepdim=True) - 1).clamp_(min=0)  # the likeliest is kept, also of weights that are NaN
+            return top.gather(-1, last)[:, 0]
         width *= 8
 
 
