@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +27,7 @@ LIMITED = ("warning", "error", "exception", "critical")
 MOST_KINDS = 1000  # of lines that are counted
 TRACE_VARIABLE = "ASYNCDOCK_TRACE"  # if set, tracebacks are printed
 ERRORS = "errors.log"
+RUN_LOG = "run.log"  # in the folder logs of a run: what its command could say nowhere else
 ERRORS_BYTES = 1 << 20  # a larger file is renamed and a new one begun
 
 # Without the values of local variables, which structlog adds by default: one may be a password.
@@ -139,6 +142,16 @@ def write_traceback(error: BaseException, path: Path) -> str:
                 file.write(entry)
             return name
     return "(nowhere: no file can be written)"
+
+
+def append_line(path: Path, event: str, **fields: object) -> None:
+    """Append a line as workers' logs have them to the file ``path``. A disk that refuses it is ignored."""
+    time_of_day = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    line = json.dumps({"event": event, "level": "warning", "timestamp": time_of_day, **fields}, default=str)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def _escape(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

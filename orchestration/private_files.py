@@ -8,6 +8,8 @@ from pathlib import Path
 
 import structlog
 
+from orchestration.disk import replacing
+
 log = structlog.get_logger()
 
 # A folder with one of these entries belongs to a service or an agent.
@@ -48,12 +50,15 @@ def private_folder(path: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write ``text`` to the file ``path``, which only its owner can read. The file changes in one step."""
-    partial = path.with_name(f".{path.name}")
-    partial.unlink(missing_ok=True)
-    with open(os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(partial, path)
+    """Write ``text`` to the file ``path``, which only its owner can read. The file changes in one step. Raises
+    OSError with the room that it needs."""
+    data = text.encode()
+    with replacing(path, len(data)) as partial, open(partial, "xb", opener=_private) as file:
+        file.write(data)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def read_by_others(path: Path) -> str:

@@ -44,6 +44,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from pipeline.compat.extras import extra
 from pipeline.locks import locked
 from stages.weight_files import WeightFiles, in_one_dtype, materialize, open_skeleton
+from stages.weights.manifest import verify_part
 
 Tokenizer = PreTrainedTokenizerBase
 
@@ -79,9 +80,14 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
 def model_skeleton(source: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles] | None:
     """Returns the model ``source`` without weights, and the files that they can be read from one at a time. Returns None for
     one that :func:`load_model` alone can make: those of ``MADE_FROM_SEED``, and what
-    :func:`stages.weight_files.open_skeleton` does not open. Raises :class:`ModelNotFound`."""
+    :func:`stages.weight_files.open_skeleton` does not open. A model in a checkpoint of a run is verified first. Raises
+    :class:`ModelNotFound`, and FilesDamaged."""
     transformers.utils.logging.disable_progress_bar()  # it would break the run's own display
-    return None if source in MADE_FROM_SEED else open_skeleton(model_folder(source), dtype)
+    if source in MADE_FROM_SEED:
+        return None
+    folder = model_folder(source)
+    verify_part(folder)
+    return open_skeleton(folder, dtype)
 
 
 def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:

@@ -22,7 +22,8 @@ from api.cli.exit_codes import FAILED, INTERRUPTED, OF_STATE
 from api.cli.output import refuse
 from api.terminal.screen import safe_console
 from api.terminal.view import viewing
-from orchestration.logs import ERRORS
+from orchestration.logs import ERRORS, RUN_LOG, append_line
+from orchestration.streams import keep_errors_in, output_is_gone
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,7 +125,8 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
     from orchestration.events_file import METRICS, MetricsFile
     from pipeline.events import Event
 
-    of = run.recipe
+    of, log_file = run.recipe, run.out_dir / "logs" / RUN_LOG
+    keep_errors_in(log_file)
     progress = Progress(of.name, of.train.steps, of.pipeline.staleness, of.devices)
     with contextlib.ExitStack() as stack:
         show, say = stack.enter_context(viewing(progress, console, json=json, plain=plain))
@@ -132,10 +134,12 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
         logs.configure(errors=run.out_dir / "logs" / ERRORS)
         metrics = stack.enter_context(MetricsFile(run.out_dir / METRICS))
         run.evaluated = metrics.rewind(run.begins)
+        reader = Reader(log_file)
 
         def show_event(event: Event) -> None:
             metrics.event(event)
             show(event)
+            reader.look()
             if event.kind == "state" and event.data["state"] == "paused":
                 say(f"Paused. Go on, from another terminal: asyncdock runs resume {run.out_dir}")
 
@@ -154,6 +158,19 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
             ended = {"state": outcome.state, "reason": outcome.reason}
             show_event(Event(f"{int(now * 1000)}-0", now, "state", ended))
         return outcome
+
+
+class Reader:
+    """Who reads the output of this command, noted in ``log_file`` once nobody does. The run needs none."""
+
+    def __init__(self, log_file: Path) -> None:
+        self._log_file, self._is_noted = log_file, False
+
+    def look(self) -> None:
+        if self._is_noted or not output_is_gone():
+            return
+        self._is_noted = True
+        append_line(self._log_file, "nobody reads the output of this command any more; the run goes on")
 
 
 async def execute(run: Run, follow: Callable[[], Any], say: Callable[[str], None]) -> RunResult | None:

@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Annotated
@@ -31,9 +32,9 @@ from rich.table import Table
 
 from api.cli.dock import dock_app
 from api.cli.error_log import errors_in_words
-from api.cli.exit_codes import FINISHED
+from api.cli.exit_codes import FAILED, FINISHED
 from api.cli.local_run import create_and_show, fork_server, new_folder, original_folder
-from api.cli.options import EventsOption, JsonOption, PlainOption, SetOption
+from api.cli.options import EventsOption, FromOption, JsonOption, PlainOption, SetOption
 from api.cli.output import print_json, refuse
 from api.cli.pairs import pairs_command
 from api.cli.plan import add_plan_commands
@@ -45,8 +46,9 @@ from api.cli.service.serve import serve_command
 from api.cli.service.token import token_app
 from api.cli.service.why import why_command
 from api.cli.track import track_command
-from api.terminal.screen import safe_console
+from api.terminal.screen import complain, safe_console
 from orchestration.logs import TRACE_VARIABLE
+from orchestration.streams import open_outputs, output_of
 
 LONGEST_EXAMPLE = 2000  # characters of a prompt that `check` prints
 
@@ -99,6 +101,7 @@ def run(
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run that did not finish.")],
     set_: SetOption = None,
+    start_version: FromOption = None,
     as_json: EventsOption = False,
     plain: PlainOption = False,
 ) -> None:
@@ -108,7 +111,8 @@ def resume(
     with original_folder(run_dir), fork_server() as forks:
         from orchestration.run.run import Run
 
-        raise typer.Exit(create_and_show(lambda: Run.resume(run_dir, set_ or []), forks, json=as_json, plain=plain))
+        create = partial(Run.resume, run_dir, set_ or [], start_version)
+        raise typer.Exit(create_and_show(create, forks, json=as_json, plain=plain))
 
 
 @app.command()
@@ -261,6 +265,7 @@ app.command()(logout)
 
 def main() -> None:
     """Run the command. Modules in the current folder can be named in recipes, as ``my_reward:exact``."""
+    open_outputs()
     sys.path.append(os.getcwd())  # last, so that it shadows nothing
     arguments = sys.argv[1:]
     own = arguments.index("--") if "--" in arguments else len(arguments)
@@ -271,12 +276,24 @@ def main() -> None:
         try:
             app(args=arguments, prog_name="asyncdock")
         except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            code = _written(code)
             if any(thread.name == "imports" for thread in threading.enumerate()):
                 # Finalizing the interpreter while a thread imports would crash.
-                sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
-            raise
+                os._exit(code)
+            sys.exit(code)
+
+
+def _written(code: int) -> int:
+    """Return the exit code of a command that would end with ``code``: a result that its disk has not taken is none. A
+    reader that has gone does not want the rest."""
+    sys.stdout.flush()
+    output = output_of(sys.stdout)
+    if output is None or output.refused is None or output.is_gone:
+        return code
+    complain(f"error: standard output cannot be written ({output.refused}); write it to a disk with room")
+    return code or FAILED
 
 
 if __name__ == "__main__":

@@ -15,6 +15,15 @@ PlainOption = Annotated[bool, typer.Option("--plain", help="Print one line a ste
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as train.steps=10. Repeatable.")
 ]
+FromOption = Annotated[
+    int | None,
+    typer.Option(
+        "--from",
+        min=0,
+        metavar="VERSION",
+        help="Go on from the checkpoint of this version; newer ones are set aside. 0: from the beginning.",
+    ),
+]
 ServerOption = Annotated[
     str, typer.Option("--server", envvar=SERVER_VARIABLE, metavar="URL", help="The service, as http://HOST:PORT.")
 ]

@@ -23,6 +23,7 @@ from api.schemas.completions import REQUESTS, Request
 from api.server.problems import BEGAN, problems
 from orchestration import logs
 from orchestration.policy.served import Policies
+from orchestration.streams import open_outputs
 
 
 async def _answer(policies: Policies, model: type[Request], request: web.Request) -> web.StreamResponse:
@@ -58,5 +59,6 @@ async def _serve(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    open_outputs()
     logs.configure()
     asyncio.run(_serve(json.loads(os.environ[OPTIONS_VARIABLE])))

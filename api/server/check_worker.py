@@ -20,6 +20,7 @@ from orchestration import logs
 from orchestration.recipe.checks.examples import example_prompts, prompt_sources
 from orchestration.recipe.planner import plan
 from orchestration.recipe.schema import Recipe
+from orchestration.streams import open_outputs
 
 LONGEST_SECONDS = 300  # of one check, after which the process ends; a server that still runs kills it long before
 
@@ -60,6 +61,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # code that a recipe names may print, which must not mix with answers
     os.nice(5)  # gives way to the service on the same core
+    open_outputs()
     logs.configure()
     for request in sys.stdin.buffer:
         signal.alarm(LONGEST_SECONDS)

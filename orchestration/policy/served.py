@@ -17,7 +17,7 @@ import structlog
 from orchestration.policy.engines import PolicyEngines, keep_share
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
 from orchestration.recipe.schema import Recipe
-from orchestration.run.checkpoint import readable
+from orchestration.run.checkpoint import usable
 from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of, weight_reader
 from orchestration.run.paths import RunPaths
 from pipeline.events import ENDED
@@ -171,7 +171,7 @@ class _Follower:
         """Open ``version``; None: the newest checkpoint, and the newest version after it. Raises PolicyUnknown."""
         await self._look()
         while True:
-            known = {found.version: found.model for found in await asyncio.to_thread(readable, self._checkpoints)}
+            known = {found.version: found.model for found in await asyncio.to_thread(usable, self._checkpoints)}
             wanted = max(known, default=0) if version is None else version
             if wanted not in known and wanted != 0:
                 break
@@ -218,7 +218,7 @@ class _Follower:
                 if self._policy.trains:
                     log.warning("weights not taken", kept=kept, reason=str(refused))
                     await asyncio.sleep(AGAIN_SECONDS)
-        checkpoints = await asyncio.to_thread(readable, self._checkpoints)
+        checkpoints = await asyncio.to_thread(usable, self._checkpoints)
         if not checkpoints or checkpoints[-1].version <= kept:
             return False
         await self._engines.open(checkpoints[-1].version, checkpoints[-1].model)

@@ -8,6 +8,7 @@
                                  train/     optimizer's state and weights, bit for bit: a shard of each rank
                                  critic/    the same two of a critic of its own, where the run trains one
                                  run.json   version, prompt position, ledger, groups still to be made, pass rates
+                                 digests.json   all of these files, verified by what reads them (stages.weights.manifest)
 
 With ``checkpoint.url``, a thread then copies it there (:mod:`orchestration.run.storage.store`), and rows are released after.
 
@@ -20,12 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import os
 import platform
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +38,8 @@ import structlog
 
 from orchestration.run.storage.store import CheckpointStore, sync
 from stages.threads import run_in_thread
+from stages.weights import manifest
+from stages.weights.manifest import STATE, FilesDamaged
 
 if TYPE_CHECKING:  # a service lists checkpoints without torch; functions that read or write one import it
     import torch
@@ -48,13 +53,15 @@ TRAIN, MODEL, CRITIC = "train", "model", "critic"
 BEGUN = ".begun"  # a file in a checkpoint that is being written; ranks that do not see it are on other disks
 PULLS = 3  # attempts to copy a checkpoint from its URL that is removed meanwhile
 LEAST_FREE = 1 << 20  # bytes; a disk with less is full
-_NAME = "step-{:08d}"
+ASIDE = "aside-"  # before the name of a checkpoint that no run goes on from
 # What is wrong with a disk for longer than a restart takes.
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 
+log = structlog.get_logger()
+
 
 class CheckpointUnusable(RuntimeError):
-    """A checkpoint cannot be loaded: it is damaged, or of another model."""
+    """A checkpoint cannot be loaded: it is damaged, not finite, or of another model."""
 
 
 class DiskRefused(RuntimeError):
@@ -85,32 +92,101 @@ class Checkpoint:
         return done if self.version >= steps else ""
 
     def load_into(self, engine: TrainEngine, part: str = "") -> None:
-        """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this.
-        ``part``: :data:`CRITIC` for that of the critic. Raises CheckpointUnusable."""
+        """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this, and each
+        verifies the files that it reads. ``part``: :data:`CRITIC` for that of the critic. Raises CheckpointUnusable."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
         state = engine.state_dict()
         counts = {"version": self.version} if "version" in state else {}
         state = {name: value for name, value in state.items() if name not in counts}  # older checkpoints lack it
+        reader = _verifying_reader(self.path, Path(part) / TRAIN)
         try:
             with _no_warning():
-                dcp.load(state, checkpoint_id=self.path / part / TRAIN, no_dist=not _sharded(state))
+                dcp.load(state, storage_reader=reader, no_dist=not _sharded(state))
         except (Exception, CheckpointException) as error:
-            *_, cause = _causes(error)
-            raise CheckpointUnusable(
-                f"checkpoint: {self.path} cannot be loaded into the model of this run ({type(cause).__name__}: {cause}); if "
-                "model.source is not the model that the run began with, put that back; if the checkpoint is damaged, remove "
-                "its folder: the run then goes on from the one before"
-            ) from error
+            causes = list(_causes(error))
+            damaged = next((cause for cause in causes if isinstance(cause, FilesDamaged)), None)
+            why = damaged or (
+                f"{self.path} cannot be loaded into the model of this run ({type(causes[-1]).__name__}: {causes[-1]}); if "
+                "model.source is not the model that the run began with, put that back"
+            )
+            raise CheckpointUnusable(f"checkpoint: {why}; {way_back(self.path)}") from error
+        if (name := not_finite(state)) is not None:
+            where = f"{self.path / part / TRAIN} has values of {name!r} that are not finite"
+            raise CheckpointUnusable(f"checkpoint: {where}; {way_back(self.path)}")
         engine.load_state_dict(state | counts)
+
+    def verify(self) -> None:
+        """Read all files, and compare them with the digests of when they were written. Raises CheckpointUnusable."""
+        try:
+            manifest.verify_part(self.path)
+        except FilesDamaged as damaged:
+            raise CheckpointUnusable(f"checkpoint: {damaged}; {way_back(self.path)}") from None
+
+
+def way_back(path: Path, names: Iterable[str] = ()) -> str:
+    """Returns the words by which a run goes on without the checkpoint in the folder ``path``; ``names``: of checkpoints that
+    its URL has."""
+    older = sorted(name for name in {*names, *(each.name for each in whole(path.parent))} if name < path.name)
+    version = version_of(older[-1]) if older else 0
+    where = (
+        f"the checkpoint before it, of version {version}," if older else "the beginning, as there is none before it,"
+    )
+    return (
+        f"`asyncdock resume {path.parent.parent} --from {version}` goes on from {where} and keeps this one aside (of a "
+        f"service's run: `asyncdock runs resume RUN --from {version}`)"
+    )
+
+
+def not_finite(state: Any, name: str = "") -> str | None:
+    """Returns the name of a tensor in ``state``, nested tables, with values that are not finite on this rank; None: all
+    are."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(state, Mapping):
+        found = (not_finite(value, f"{name}.{key}" if name else str(key)) for key, value in state.items())
+        return next((each for each in found if each is not None), None)
+    if not isinstance(state, torch.Tensor) or not state.is_floating_point():
+        return None
+    local: torch.Tensor = state.to_local() if isinstance(state, DTensor) else state
+    if not local.numel():
+        return None
+    least, most = local.detach().aminmax()
+    return None if bool(least.isfinite()) and bool(most.isfinite()) else name
+
+
+def _verifying_reader(folder: Path, part: Path) -> Any:
+    """Returns torch's reader of the distributed checkpoint in ``part`` of the checkpoint ``folder``. Files are hashed beside
+    the reading; a damaged one is reported in any case, as FilesDamaged."""
+    import torch.distributed.checkpoint as dcp
+
+    def verify(names: Iterable[str]) -> None:
+        manifest.verify(folder, sorted((part / name).as_posix() for name in names))
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *arguments: Any, **options: Any) -> Any:
+            verify([".metadata"])
+            return super().read_metadata(*arguments, **options)
+
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            names = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+            with ThreadPoolExecutor(1) as beside:
+                verifying = beside.submit(verify, names)
+                try:
+                    return super().read_data(plan, planner)
+                finally:
+                    verifying.result()
+
+    return Reader(folder / part)
 
 
 def begin(directory: Path, version: int) -> Path:
     """Make and return an empty folder to write the checkpoint of ``version`` into. What killed processes have left of others
     is removed: one checkpoint is written at a time."""
     clean(directory)
-    partial = directory / f".{_NAME.format(version)}.partial"
+    partial = directory / f".{name_of(version)}.partial"
     partial.mkdir(parents=True)
     (partial / BEGUN).touch()
     sync(directory.parent)
@@ -140,6 +216,11 @@ def lasting_refusal(error: BaseException, directory: Path, version: int) -> Disk
         f"checkpoint: version {version} cannot be written below {directory} ({why}); free room there, or make it writable; "
         f"`asyncdock resume` then goes on {goes_on}"
     )
+
+
+def unusable_state(error: BaseException) -> CheckpointUnusable | None:
+    """Returns the CheckpointUnusable that ``error`` was raised from; None where it was not."""
+    return next((cause for cause in _causes(error) if isinstance(cause, CheckpointUnusable)), None)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -200,6 +281,8 @@ class Writer:
 
         class Files(dcp.FileSystemWriter):
             def write_data(self, plan: Any, planner: Any) -> Any:
+                if (name := not_finite(state)) is not None:
+                    raise CheckpointUnusable(_refused_state(partial, name))
                 written = super().write_data(plan, planner)  # it is done
                 if elsewhere:
                     elsewhere.stage(partial, train)
@@ -216,6 +299,15 @@ class Writer:
                 elsewhere.stage(partial, part)
         if elsewhere:
             shutil.rmtree(partial / train, ignore_errors=True)
+
+
+def _refused_state(partial: Path, name: str) -> str:
+    newest, name_of_it = latest(partial.parent), partial.name.strip(".").removesuffix(".partial")
+    goes_on = f"the checkpoint of version {newest.version}" if newest else "the beginning"
+    return (
+        f"checkpoint: {name_of_it} is not written: values of {name!r} in the engine are not finite, and would take the "
+        f"place of good ones; `asyncdock resume {partial.parent.parent}` goes on from {goes_on}"
+    )
 
 
 class _Whole(Mapping[str, Any]):
@@ -262,13 +354,14 @@ def finish(
 ) -> Checkpoint:
     """Add the files that are not the engine's, and give the checkpoint its name when all of it is on the disk: from now on
     it exists. Then removes all but the newest ``keep``."""
-    name = _NAME.format(version)
+    name = name_of(version)
     final, partial = directory / name, directory / f".{name}.partial"
     for model in (partial / MODEL, partial / CRITIC / MODEL):
         if model.is_dir():
             tokenizer.save_pretrained(model)
     (partial / BEGUN).unlink(missing_ok=True)
-    (partial / "run.json").write_text(json.dumps({"version": version, **index_state}, indent=1))
+    (partial / STATE).write_text(json.dumps({"version": version, **index_state}, indent=1))
+    manifest.write(partial)
     for path in (*partial.rglob("*"), partial):
         sync(path)
     _remove(final)
@@ -327,6 +420,8 @@ def newest(directory: Path, url: str, known: int = -1, parts: Sequence[str] = ()
             pulled = store.pull(names[-1], directory, parts)
         except FileNotFoundError:  # removed meanwhile, for a newer one
             continue
+        except FilesDamaged as damaged:
+            raise CheckpointUnusable(f"checkpoint: {damaged}; {way_back(directory / names[-1], names)}") from None
         for old in whole(directory):
             if old.name < pulled.name and not ((old / MODEL).exists() and (old / TRAIN).exists()):
                 _remove(old)  # parts of it were copied here for an engine that had no newer one
@@ -349,30 +444,49 @@ def latest_of_run(directory: Path, known: int, url: str = "", parts: Sequence[st
 
 def whole(directory: Path) -> list[Path]:
     """Returns the complete checkpoints below ``directory``, oldest first."""
-    return sorted(path for path in directory.glob("step-*") if (path / "run.json").is_file())
+    return sorted(path for path in directory.glob("step-*") if (path / STATE).is_file())
+
+
+def name_of(version: int) -> str:
+    """Returns the name of the folder of the checkpoint of ``version``."""
+    return f"step-{version:08d}"
+
+
+def version_of(name: str) -> int:
+    """Returns the version of the checkpoint in the folder ``name``."""
+    return int(name.removeprefix("step-"))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Returns the checkpoint at ``path``. Raises FileNotFoundError where it was removed, and CheckpointUnusable."""
-    text = (path / "run.json").read_bytes()
     try:
-        state = json.loads(text)
+        state = json.loads((path / STATE).read_bytes())
         return Checkpoint(path, int(state["version"]), state["counters"], state["remake"], state.get("rates", ""))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointUnusable(
-            f"checkpoint: {path / 'run.json'} is damaged ({type(error).__name__}: {error}); remove the folder of this "
-            "checkpoint: the run then goes on from the one before"
-        ) from error
+        why = f"{path / STATE} is damaged: it does not hold the state of a run ({error!r:.200})"
+        raise CheckpointUnusable(f"checkpoint: {why}; {way_back(path)}") from None
 
 
-def readable(directory: Path) -> list[Checkpoint]:
-    """Returns the checkpoints below ``directory``, oldest first, but those that are damaged, or removed meanwhile."""
+def usable(directory: Path) -> list[Checkpoint]:
+    """Returns the checkpoints below ``directory`` that can be opened, oldest first."""
     found = []
     for path in whole(directory):
         try:
             found.append(open_checkpoint(path))
-        except FileNotFoundError:
+        except FileNotFoundError:  # removed meanwhile
             continue
-        except (CheckpointUnusable, OSError) as error:
-            log.warning("a checkpoint is left out", reason=str(error))
+        except (CheckpointUnusable, OSError) as damaged:
+            log.warning("a checkpoint cannot be opened", reason=str(damaged))
     return found
+
+
+def set_aside(path: Path) -> Path:
+    """Rename the checkpoint in the folder ``path``, so that no run goes on from it, and nothing of it is removed. Returns
+    the new path."""
+    for number in itertools.count(1):
+        aside = path.with_name(f"{ASIDE}{path.name}{f'-{number}' if number > 1 else ''}")
+        if not aside.exists():
+            os.rename(path, aside)
+            sync(path.parent)
+            return aside
+    raise AssertionError("there is always another number")

@@ -38,6 +38,7 @@ from stages.models import (
     weight_shapes,
 )
 from stages.prompts.conversations import chosen_template
+from stages.weights.manifest import verify_part
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
 
 if TYPE_CHECKING:
@@ -236,6 +237,7 @@ def _vllm_rollout(
         model, tokenizer = _model(recipe, None)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    verify_part(folder)
     options = rollout.vllm.model_dump()
     if longrope_change(recipe) is not None:
         options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it

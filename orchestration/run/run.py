@@ -51,6 +51,7 @@ from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import HEADS_INDEX, REWINDS, InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
 from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import RECIPE, RunPaths
+from orchestration.run.storage.recorded import set_newer_aside, start_of
 from orchestration.run.supervisor import REWIND, Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import CHECKPOINT_REPORTED, LIVE
@@ -141,10 +142,11 @@ class Run:
             raise
 
     @classmethod
-    def resume(cls, out_dir: Path, overrides: Sequence[str] = ()) -> Run:
-        """The run in ``out_dir``, to go on from its newest checkpoint (from the start when there is none). ``overrides``,
-        ``section.key=value`` each, change the recipe for good, from that checkpoint on. Raises RunError, and RecipeError for
-        what does not fit the recipe and for keys that may not change (``FIXED`` in :mod:`orchestration.recipe.load`)."""
+    def resume(cls, out_dir: Path, overrides: Sequence[str] = (), start_version: int | None = None) -> Run:
+        """The run in ``out_dir``, to go on from its newest checkpoint (from the start when it has made none), or from that
+        of ``start_version`` (0: from the start); newer ones are then set aside. ``overrides``, ``section.key=value`` each,
+        change the recipe for good, from that checkpoint on. Raises RunError, and RecipeError for what does not fit the
+        recipe and for keys that may not change (``FIXED`` in :mod:`orchestration.recipe.load`)."""
         try:
             recipe = Recipe.from_json((out_dir / RECIPE).read_text())
         except OSError as error:
@@ -154,9 +156,10 @@ class Run:
             _refuse_hosted(out_dir)
             if overrides:
                 recipe = change_recipe(recipe, overrides).with_absolute_paths()
-            start = checkpoint.newest(out_dir / "checkpoints", _store_url(recipe, out_dir))
-            if start is not None and (done := start.nothing_left(recipe.train.steps)):
-                raise RunError(f"run: {out_dir} {done}; for more, --set train.steps=…")
+            url = _store_url(recipe, out_dir)
+            start = start_of(out_dir, url, recipe.train.steps, start_version)
+            if start_version is not None:
+                set_newer_aside(out_dir, url, start_version)
             if overrides:
                 write_private(out_dir / RECIPE, recipe.to_json())
             return cls(recipe, out_dir, start, lock=lock)
@@ -352,14 +355,8 @@ class Run:
         lost = begun and not self.shared.is_dir()  # the machine was rebooted, or is another one: the samples are gone
         reported = int(await index.get(CHECKPOINT_REPORTED) or 0)
         if lost or not begun:
-            if (
-                self.start is None
-            ):  # not in silence from the beginning, on a machine that does not have the run's folder
-                checkpoint.latest_of_run(self.out_dir / "checkpoints", reported, self._store_url)
-            elif self.begins < reported:
-                log.warning(
-                    "the newest checkpoint is gone; going on from an older one", newest=reported, at=self.begins
-                )
+            # Not from the beginning, or from an older one, on a machine that does not have the run's folder.
+            checkpoint.latest_of_run(self.out_dir / "checkpoints", reported, self._store_url)
             await index.put(CHECKPOINT_REPORTED, str(self.begins))
         if lost:
             await index.rewind(config, counters, remake, rates)

@@ -30,6 +30,7 @@ from orchestration.run.builders.job import Job
 from orchestration.run.exit_codes import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
 from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.paths import RunPaths
+from orchestration.streams import open_outputs
 from pipeline.columns import ColumnError
 from pipeline.compat.extras import ExtraMissing
 from pipeline.events import WorkerEvent
@@ -48,6 +49,7 @@ from stages.prompts.files import PromptError
 from stages.rewards.registry import RewardError
 from stages.training.skipped import TooManySkipped
 from stages.training.update import SamplesGone
+from stages.weights.manifest import FilesDamaged
 
 log = structlog.get_logger()
 
@@ -85,6 +87,7 @@ FATAL = (
     CannotStart,
     checkpoint.CheckpointUnusable,
     checkpoint.DiskRefused,
+    FilesDamaged,
     FloatingPointError,
     NotImplementedError,
     BoundBroken,
@@ -276,6 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--number", type=int, default=0)
     parser.add_argument("--name", required=True)
     options = parser.parse_args(arguments)
+    open_outputs()
     configure(terminal=False)
     # For rewards, algorithms and engines given as module:name; last in the path, so that they shadow nothing.
     sys.path.append(os.getcwd())

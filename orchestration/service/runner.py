@@ -28,6 +28,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run.run import READERS_SECONDS, Run
 from orchestration.service.lifecycle import LEASE_VARIABLE, conclude
 from orchestration.service.registry import LEASE_SECONDS, Registry
+from orchestration.streams import open_outputs
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, IndexUnreachable
 
@@ -128,6 +129,7 @@ def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None
     )
     parser.add_argument("--run", required=True)
     options = parser.parse_args(arguments)
+    open_outputs()
     configure(terminal=False)
     structlog.contextvars.bind_contextvars(run=options.run, process="runner")
     sys.path.append(os.getcwd())  # for names like `my_reward:exact` in recipes; last, so that it shadows nothing

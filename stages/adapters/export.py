@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from stages.adapters.names import down_of, up_of
 from stages.models import checkpoint_tensors, write_checkpoint
 from stages.weight_files import WeightFiles, plain_name
+from stages.weights.manifest import verify_part
 
 ADAPTER = "adapter"  # the folder beside that of the merged model
 FILE_BYTES = 2**28  # of one file of the merged model, which is held in memory while it is written
@@ -32,7 +33,9 @@ def save_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def load_adapter(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The matrices that :func:`save_adapter` has written, by their names in the model."""
+    """The matrices that :func:`save_adapter` has written, by their names in the model. Those of a checkpoint are verified.
+    Raises FilesDamaged."""
+    verify_part(folder)
     found = load_file(folder / WEIGHTS)
     return {
         name.removeprefix(PREFIX).removesuffix("weight") + "default.weight": value.to(dtype)

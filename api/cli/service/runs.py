@@ -20,7 +20,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from api.cli.exit_codes import FAILED, OF_STATE
+from api.cli.exit_codes import FAILED, NO_READER, OF_STATE
 from api.cli.options import EventsOption, JsonOption, PlainOption, ServerOption, SetOption
 from api.cli.output import local_time, print_json, refuse, table
 from api.cli.recipe_files import complete_path
@@ -28,6 +28,7 @@ from api.cli.service.asking import ask, ask_for_completion, ask_here, is_loopbac
 from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError, forget, remember
 from api.terminal.screen import complain, pairs_table, safe_console, write
 from orchestration.escapes import escaped
+from orchestration.streams import output_is_gone
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -369,6 +370,8 @@ async def watch_run(
             say_beside(f"{run} waits: number {about.position} in the queue")
         async for event in client.events(run):
             show(event)
+            if output_is_gone():
+                raise typer.Exit(NO_READER)
         say.pop()
     return await client.wait_until_ended(run)
 

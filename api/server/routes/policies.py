@@ -17,7 +17,7 @@ from api.server.operations import operation, while_wanted
 from api.server.problems import HTTPProblem
 from api.server.service import Service
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
-from orchestration.run.checkpoint import readable
+from orchestration.run.checkpoint import usable
 from orchestration.service.registry import UnknownRun
 
 MOST_RUNS = 100  # that are listed, the newest
@@ -36,7 +36,7 @@ async def list_models(service: Service) -> ModelsView:
     records, _ = await service.registry.list(limit=MOST_RUNS)
     for record in records:
         if record.started is not None:
-            checkpoints = await asyncio.to_thread(readable, service.folder(record) / "checkpoints")
+            checkpoints = await asyncio.to_thread(usable, service.folder(record) / "checkpoints")
             names = [record.id, *(f"{record.id}@{checkpoint.version}" for checkpoint in checkpoints)]
             found += [_model(name, record.created, record.owner) for name in names]
     return ModelsView(data=found)

@@ -234,7 +234,7 @@ async def get_checkpoints(service: Service, path: RunPath) -> CheckpointsView:
     folder = service.folder(await service.registry.get(path.run)) / "checkpoints"
 
     def read() -> list[CheckpointView]:
-        return [view for found in checkpoint.readable(folder) if (view := _checkpoint(found))]
+        return [view for found in checkpoint.usable(folder) if (view := _checkpoint(found))]
 
     return CheckpointsView(checkpoints=await asyncio.to_thread(read))
 

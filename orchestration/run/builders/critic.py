@@ -84,8 +84,9 @@ class CriticJob(Job):
             except asyncio.CancelledError:
                 raise
             except BaseException as error:  # torch's CheckpointException is no Exception
-                raise (
-                    checkpoint.lasting_refusal(error, self.paths.checkpoints, self._worker.trained) or error
-                ) from error
+                refused = checkpoint.unusable_state(error) or checkpoint.lasting_refusal(
+                    error, self.paths.checkpoints, self._worker.trained
+                )
+                raise (refused or error) from error
 
         return written()

@@ -221,13 +221,16 @@ class UpdateJob(Job):
 
     @contextlib.contextmanager
     def _refusals(self, version: int) -> Iterator[None]:
-        """Raise DiskRefused for an error that a restart does not mend. What was written of the checkpoint is removed."""
+        """Raise DiskRefused or CheckpointUnusable for an error that a restart does not mend. What was written of the
+        checkpoint is removed."""
         try:
             yield
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # torch's CheckpointException is no Exception
-            refused = checkpoint.lasting_refusal(error, self.paths.checkpoints, version)
+            refused = checkpoint.unusable_state(error) or checkpoint.lasting_refusal(
+                error, self.paths.checkpoints, version
+            )
             checkpoint.clean(self.paths.checkpoints)
             if refused is not None:
                 raise refused from error

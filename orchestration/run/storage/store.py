@@ -6,8 +6,9 @@
 Ranks of the trainer on other nodes stage their shards there first: a shard ─▶ URL/.step-00000020.partial/train/ ─▶ rank 0's
 disk, as its checkpoints are whole; in the push it is moved on the server.
 
-A checkpoint exists at the URL while its files.json does, which lists the files with their sizes. Credentials come from the
-environment, as the library of the scheme reads them. fsspec is imported when a store is opened.
+A checkpoint exists at the URL while its files.json does, which lists the files with their sizes. Copied files are verified
+by the checkpoint's digests. Credentials come from the environment, as the library of the scheme reads them. fsspec is
+imported when a store is opened.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,9 +26,10 @@ import stamina
 
 from orchestration.run.lock import RunError
 from pipeline.locks import locked
+from stages.weights.manifest import MANIFEST, STATE, FilesDamaged, damages
+from stages.weights.manifest import read as read_manifest
 
 FILES = "files.json"
-STATE = "run.json"
 PUSH_SECONDS = 300.0  # for which a store that refuses is tried again, beside training
 PULL_SECONDS = 3600.0  # for which another process of this machine may be reading the same checkpoint
 LASTING = (FileNotFoundError, PermissionError, ImportError)  # no such bucket, no right to write, no library
@@ -131,6 +133,18 @@ class CheckpointStore:
             self._files.mv(partial, f"{root}/{FILES}")
             sync(root)
 
+    def _verify(self, name: str, partial: Path, target: Path, files: Iterable[str]) -> None:
+        """Compare ``files`` of the checkpoint ``name``, copied to ``partial``, with its digests: there, or in ``target``.
+        Raises FilesDamaged."""
+        digests = read_manifest(partial) or read_manifest(target) or {}
+        for wrong in damages(partial, digests, [file for file in files if file in digests]):
+            raise FilesDamaged(f"{self.url}/{name} is damaged, or was copied wrongly: {wrong}")
+
+    def set_aside(self, name: str, to: str) -> None:
+        """Rename the checkpoint ``name``, if it is there, so that no run goes on from it. Nothing of it is removed."""
+        if name in self.names():
+            self._files.mv(f"{self._root}/{name}", f"{self._root}/{to}", recursive=True)
+
     def _remove(self, name: str) -> None:
         """Remove a checkpoint, which stops to exist at once."""
         with contextlib.suppress(FileNotFoundError):
@@ -150,7 +164,8 @@ class CheckpointStore:
             sizes = json.loads(self._files.cat_file(f"{self._root}/{name}/{FILES}"))
             partial = directory / f".pull-{uuid.uuid4().hex}"
             found = {file.partition("/")[0] for file in sizes} - {STATE}
-            lacking = [part for part in (*sorted(found & {*(parts or found)}), STATE) if not (target / part).exists()]
+            asked = found & {*(parts or found), MANIFEST}
+            lacking = [part for part in (*sorted(asked), STATE) if not (target / part).exists()]
             wanted = {file: size for file, size in sizes.items() if file.partition("/")[0] in lacking}
             for file in wanted:
                 (partial / file).parent.mkdir(parents=True, exist_ok=True)
@@ -160,6 +175,7 @@ class CheckpointStore:
             for file, size in wanted.items():
                 if (got := (partial / file).stat().st_size) != size:
                     raise OSError(f"checkpoint: {self.url}/{name}/{file} has {got} bytes of {size}; copy it again")
+            self._verify(name, partial, target, wanted)
             for path in partial.rglob("*"):
                 sync(path)
             target.mkdir(exist_ok=True)

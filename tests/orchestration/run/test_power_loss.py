@@ -79,6 +79,6 @@ def test_so_does_one_that_is_copied_from_its_url(written: tuple[Disk, checkpoint
     store.push(made.path, keep=2)
     disk.named.clear()
     assert checkpoint.newest(tmp_path / "elsewhere", store.url, 1) is not None
-    assert set(disk.named) == {"model", "train", "run.json"}
+    assert set(disk.named) == {"model", "train", "digests.json", "run.json"}
     assert disk.named[-1] == "run.json", "it is listed by this"
     assert not disk.unsynced

@@ -1,0 +1,41 @@
+"""What a disk that refuses a file is reported with: the path, the room that is needed, and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestration.recipe.values import format_size
+
+
+def refusal(path: Path, need: int, error: OSError) -> str:
+    """Returns in words that ``path`` could not be written for ``error``; ``need``: bytes."""
+    reason = error.strerror or str(error)
+    try:
+        free = f"{format_size(shutil.disk_usage(path.parent).free)} free"
+    except OSError:
+        free = "unknown room"
+    return (
+        f"{path} cannot be written ({reason}): {format_size(need)} are needed, and its disk has {free}; free room there, or "
+        "make it writable"
+    )
+
+
+@contextlib.contextmanager
+def replacing(path: Path, need: int) -> Iterator[Path]:
+    """Yield a path to write to; the file there replaces ``path`` in one step, once it is on the disk. ``need``: about its
+    bytes. Raises OSError with :func:`refusal`; then ``path`` is as it was."""
+    partial = path.with_name(f".{path.name}")
+    partial.unlink(missing_ok=True)
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(error.errno, refusal(path, need, error)) from error

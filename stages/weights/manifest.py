@@ -1,0 +1,140 @@
+"""The manifest of a checkpoint: its files with their sizes and xxHash digests, in ``digests.json`` beside ``run.json``.
+
+    all files written ─▶ write: digests.json, the last one ─▶ the checkpoint gets its name
+    a reader          ─▶ verify: the files that it reads, sizes first ─▶ FilesDamaged names one that is not as it was written
+
+Files are hashed in several threads; reading a file takes longer than hashing it. A folder without ``digests.json`` is not
+verified: checkpoints of older versions, and a ``model`` folder that was copied out of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import structlog
+import xxhash
+
+MANIFEST = "digests.json"
+STATE = "run.json"  # of a checkpoint
+CHUNK_BYTES = 1 << 20
+MOST_THREADS = 8
+
+log = structlog.get_logger()
+
+
+class FilesDamaged(RuntimeError):
+    """A file is not as it was written. The message names it."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """The size of a file in bytes, and its XXH3 digest of 64 bits as hexadecimal digits."""
+
+    bytes: int
+    xxh3: str
+
+
+def digest_of(path: Path) -> FileDigest:
+    """Read and hash the file ``path``."""
+    digest, size = xxhash.xxh3_64(), 0
+    chunk = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
+            size += count
+    return FileDigest(size, digest.hexdigest())
+
+
+def files_below(folder: Path) -> list[str]:
+    """Returns the names of the files below ``folder``, relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def digests_of(folder: Path, names: Sequence[str]) -> dict[str, FileDigest]:
+    """Read and hash the files ``names`` below ``folder``."""
+    with _threads() as threads:
+        return dict(zip(names, threads.map(lambda name: digest_of(folder / name), names), strict=True))
+
+
+def write(folder: Path) -> None:
+    """Write the manifest of the checkpoint in ``folder``, which has all of its files."""
+    names = [name for name in files_below(folder) if name != MANIFEST]
+    files = {name: asdict(digest) for name, digest in digests_of(folder, names).items()}
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+
+
+def read(folder: Path) -> dict[str, FileDigest] | None:
+    """Returns the manifest of the checkpoint in ``folder``; None where it has none. Raises FilesDamaged."""
+    path = folder / MANIFEST
+    try:
+        files = json.loads(path.read_bytes())["files"]
+        return {name: FileDigest(**digest) for name, digest in files.items()}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FilesDamaged(f"{path} is damaged: it is no list of digests ({error!r:.200})") from None
+
+
+def damages(folder: Path, manifest: Mapping[str, FileDigest], names: Sequence[str]) -> Iterator[str]:
+    """Compare the files ``names`` below ``folder`` with ``manifest``. Yield a sentence for each that differs."""
+    whole = []
+    for name in names:
+        if wrong := _wrong_size(folder / name, manifest[name].bytes):
+            yield wrong
+        else:
+            whole.append(name)
+    for name, found in digests_of(folder, whole).items():
+        if found != manifest[name]:
+            written = manifest[name].xxh3
+            yield f"{folder / name} is damaged: its xxh3 digest is {found.xxh3}, and was {written} when it was written"
+
+
+def verify(folder: Path, names: Sequence[str]) -> None:
+    """Verify the files ``names`` below the checkpoint ``folder``; one that its manifest does not name is not. Does nothing
+    where there is no manifest. Raises FilesDamaged."""
+    manifest = read(folder)
+    if manifest is None:
+        return _say_unverified(folder)
+    for wrong in damages(folder, manifest, [name for name in names if name in manifest]):
+        raise FilesDamaged(wrong)
+
+
+def verify_part(part: Path) -> None:
+    """Verify what is in ``part``, a folder of a checkpoint such as its ``model``, or the checkpoint itself. Does nothing for
+    a folder of no checkpoint. Raises FilesDamaged."""
+    part = part.absolute()
+    folder = next((each for each in (part, *part.parents[:2]) if (each / STATE).is_file()), None)
+    if folder is None:
+        return
+    manifest = read(folder)
+    if manifest is None:
+        return _say_unverified(folder)
+    prefix = "" if part == folder else f"{part.relative_to(folder).as_posix()}/"
+    # A checkpoint that was copied from its URL has the parts that are read here.
+    names = [name for name in manifest if name.startswith(prefix) and (folder / Path(name).parts[0]).exists()]
+    for wrong in damages(folder, manifest, names):
+        raise FilesDamaged(wrong)
+
+
+def _wrong_size(path: Path, size: int) -> str:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing; it had {size} bytes when it was written"
+    return f"{path} is damaged: it has {found} bytes, and had {size} when it was written" if found != size else ""
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "digests")
+
+
+@functools.cache
+def _say_unverified(folder: Path) -> None:
+    """Log once in this process that ``folder`` cannot be verified."""
+    log.warning("the checkpoint has no digests, of an older version; its files are not verified", folder=str(folder))
