@@ -191,7 +191,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
     ]
     right = [
         ("tokens/s", _speed(progress, width)),
-        ("tokens", _tokens(step)),
+        ("tokens", _tokens(progress)),
         ("staleness", _staleness(progress)),
         ("weights", _weights(progress, width)),
         ("swap", _swap(progress)),
@@ -240,11 +240,12 @@ def _staleness(progress: Progress) -> Text:
     return text.append(f"  bound {progress.bound}", style="bold red" if over else "dim")
 
 
-def _tokens(step: StepEvent | None) -> Text:
-    if not step:
+def _tokens(progress: Progress) -> Text:
+    tokens = progress.tokens
+    if not tokens["generated"]:
         return Text("–")
-    text = Text(f"{count(step.tokens_generated)} made, {count(step.tokens_trained)} trained")
-    return text.append(f", {count(step.tokens_filtered)} filtered" if step.tokens_filtered else "")
+    text = Text(f"{count(tokens['generated'])} made, {count(tokens['trained'])} trained")
+    return text.append(f", {count(tokens['filtered'])} filtered" if tokens["filtered"] else "")
 
 
 def _weights(progress: Progress, width: int) -> Text:

@@ -234,6 +234,11 @@ class AlgorithmSection(Section):
         "Times `train.groups_per_step`: at most so many groups a step are dropped and replaced because they teach nothing "
         "(`drop_equal`). Further ones are trained, with advantages of zero; the ledger counts them as `spared_groups`.",
     )
+    max_dropped: Annotated[int, Field(ge=1)] = key(
+        64,
+        "Times `train.groups_per_step`: the run fails when more groups than that leave it untrained between two steps, "
+        "for whatever reason: `rollout.truncated`, a reward that fails, a stage of your own.",
+    )
     options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = key(
         {}, "Arguments of the algorithm's class; those of `grpo` follow, the others' are in docs/algorithms.md."
     )
