@@ -293,7 +293,18 @@ def _stages(progress: Progress, width: int) -> RenderableType:
     if progress.restarts:
         legend.append(f"restarts: {progress.restarts}", style="bold yellow")
     groups = ", ".join(f"{count(found[0])} {reason}" for reason, found in progress.dropped.items())
-    return Group(table, legend, *([Text(f" dropped groups: {groups}", style="yellow")] if groups else []))
+    calls = [Text(f" {line}", style="dim") for line in call_lines(progress)]
+    return Group(table, legend, *calls, *([Text(f" dropped groups: {groups}", style="yellow")] if groups else []))
+
+
+def call_lines(progress: Progress) -> list[str]:
+    """The calls of each reward function by each worker's process, in one line each."""
+    return [
+        f"{worker} {name}: {count(int(of['calls']))} calls, {count(int(of['failed']))} failed, "
+        f"{count(int(of['again']))} again, {short_seconds(of['seconds'] / of['calls'])} a call"
+        for worker, totals in progress.workers.items()
+        for name, of in (totals.latest.calls or {}).items()
+    ]
 
 
 def _percent(share: float | None) -> str:
