@@ -67,6 +67,10 @@ class Stage(Protocol):
         """The policy version that a generating stage has loaded; None for other stages."""
         return None
 
+    def figures(self) -> Mapping[str, Any]:
+        """Further fields of the stage's events."""
+        return {}
+
     def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         """Yield outputs as they are made. Each is committed before the generator continues."""
 
@@ -217,12 +221,12 @@ class Controller:
     async def report(self) -> None:
         """Emit a `stage` event, and a `span` event when there are spans."""
         worker, counts = f"{self.stage.name}-{self.number}", {"rows": self.rows, "tokens": self.tokens}
-        counts |= {"parked": self.parked, "in_flight": self.held}
+        counts |= {"parked": self.parked, "in_flight": self.held, **self.stage.figures()}
         await report_stage(self.dock.index, self.stage.name, worker, self.clock, self.spans, counts)
 
 
 async def report_stage(
-    index: Index, stage: str, worker: str, clock: Clock, spans: Spans, counts: Mapping[str, int]
+    index: Index, stage: str, worker: str, clock: Clock, spans: Spans, counts: Mapping[str, Any]
 ) -> None:
     """Emit the `stage` event of a worker, with the other ``counts`` that it has, and a `span` event when there are spans."""
     figures: dict[str, Any] = {**clock.read(), **counts, "queue_depth": await index.queue_depth(stage)}

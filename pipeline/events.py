@@ -212,6 +212,10 @@ class StageEvent(EventData, kind="stage"):
     parked: Annotated[int, Doc("Responses put aside to be continued.")]
     queue_depth: Annotated[int, Doc("Rows, or groups, that wait for the stage.")]
     in_flight: Annotated[int, Doc("Rows that the worker holds.")]
+    calls: Annotated[
+        Mapping[str, Mapping[str, float]],
+        Doc("Of a reward stage, by function: its `calls`, those that `failed`, those made `again`, their `seconds`."),
+    ] = field(default_factory=dict)
 
 
 class Span(Payload):

@@ -25,6 +25,7 @@ from pipeline.events import (
 ALARMS = 100  # newest alarms that are kept; all are counted
 RATE_SECONDS = 10.0  # recent rates and shares are those of this long a past
 SHARES = ("busy", "waiting_input", "waiting_room", "other")
+COUNTED_TOKENS = ("generated", "trained", "filtered")
 COUNTED = (*SHARES, "wall", "rows", "tokens")
 
 
@@ -127,6 +128,13 @@ class RunTotals:
                 self.prompts_skipped = max(self.prompts_skipped, data.skipped)
                 self.prompts_cut = max(self.prompts_cut, data.cut)
         return data
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens generated, trained and filtered since the run's beginning, also where no step was made."""
+        step, ledger = self.step, self.ledger
+        of_step = {name: getattr(step, f"tokens_{name}", 0) for name in COUNTED_TOKENS}
+        return {name: max(getattr(ledger, f"{name}_tokens", 0), of_step[name]) for name in COUNTED_TOKENS}
 
     @property
     def dropped(self) -> dict[str, tuple[int, int]]:

@@ -191,7 +191,7 @@ def _learning(progress: Progress, width: int) -> RenderableType:
     ]
     right = [
         ("tokens/s", _speed(progress, width)),
-        ("tokens", _tokens(step)),
+        ("tokens", _tokens(progress)),
         ("staleness", _staleness(progress)),
         ("weights", _weights(progress, width)),
         ("swap", _swap(progress)),
@@ -240,11 +240,12 @@ def _staleness(progress: Progress) -> Text:
     return text.append(f"  bound {progress.bound}", style="bold red" if over else "dim")
 
 
-def _tokens(step: StepEvent | None) -> Text:
-    if not step:
+def _tokens(progress: Progress) -> Text:
+    tokens = progress.tokens
+    if not tokens["generated"]:
         return Text("–")
-    text = Text(f"{count(step.tokens_generated)} made, {count(step.tokens_trained)} trained")
-    return text.append(f", {count(step.tokens_filtered)} filtered" if step.tokens_filtered else "")
+    text = Text(f"{count(tokens['generated'])} made, {count(tokens['trained'])} trained")
+    return text.append(f", {count(tokens['filtered'])} filtered" if tokens["filtered"] else "")
 
 
 def _weights(progress: Progress, width: int) -> Text:
@@ -292,7 +293,18 @@ def _stages(progress: Progress, width: int) -> RenderableType:
     if progress.restarts:
         legend.append(f"restarts: {progress.restarts}", style="bold yellow")
     groups = ", ".join(f"{count(found[0])} {reason}" for reason, found in progress.dropped.items())
-    return Group(table, legend, *([Text(f" dropped groups: {groups}", style="yellow")] if groups else []))
+    calls = [Text(f" {line}", style="dim") for line in call_lines(progress)]
+    return Group(table, legend, *calls, *([Text(f" dropped groups: {groups}", style="yellow")] if groups else []))
+
+
+def call_lines(progress: Progress) -> list[str]:
+    """The calls of each reward function by each worker's process, in one line each."""
+    return [
+        f"{worker} {name}: {count(int(of['calls']))} calls, {count(int(of['failed']))} failed, "
+        f"{count(int(of['again']))} again, {short_seconds(of['seconds'] / of['calls'])} a call"
+        for worker, totals in progress.workers.items()
+        for name, of in (totals.latest.calls or {}).items()
+    ]
 
 
 def _percent(share: float | None) -> str:

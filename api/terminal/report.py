@@ -34,6 +34,7 @@ from stages.prompts.too_long import TOO_LONG_FILE
 SUMMARY, PLOT, SAMPLES = "summary.json", "reward.png", "samples.md"
 TOO_LONG = {"skip": "longer ones are skipped", "cut": "longer ones are cut", "fail": "a longer one fails the run"}
 MOST_ALARMS = 5  # newest ones that the table shows
+SAMPLES_COUNTED = ("generated", "trained", "filtered", "remade", "in_flight")  # of the ledger
 ENDS = 5  # steps at each end of a run that the summary compares
 # Okabe and Ito's colours, which the colour-blind can distinguish.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7F7F7F"
@@ -134,9 +135,8 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
             "seconds": sum(one.seconds or 0.0 for one in evaluations),
             "engine_seconds": sum((one.seconds or 0.0) * (one.share or 0.0) for one in evaluations),
         },
-        "tokens_generated": last.tokens_generated if last else 0,
-        "tokens_trained": last.tokens_trained if last else 0,
-        "tokens_filtered": last.tokens_filtered if last else 0,
+        "samples": {name: getattr(progress.ledger, name, 0) for name in SAMPLES_COUNTED},
+        **{f"tokens_{name}": tokens for name, tokens in progress.tokens.items()},
         "tokens_per_second": speed,
         "devices": progress.devices,
         "tokens_per_second_per_device": None if speed is None else speed / progress.devices,
@@ -188,6 +188,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         ("evaluation", evaluation_text(summary["evaluation"])),
         ("speed", speed_text(summary)),
         ("staleness", f"{mean} mean, {highest} max, bound {summary['staleness_bound']}"),
+        ("samples", samples_text(summary["samples"])),
         ("tokens", tokens),
         ("prompts", too_long and f"{too_long} as too long, listed in {TOO_LONG_FILE}"),
         ("epoch", ", ".join(f"{epoch} of {key}" for key, epoch in summary["epochs"].items())),
@@ -220,6 +221,19 @@ def evaluation_text(cost: Mapping[str, Any]) -> str:
     text += f" at {share:.0%} of an engine, as {cost['engine_seconds']:,.1f} s of all of it"
     text += f"; {cost['missed']} due were passed over" if cost["missed"] else ""
     return text + unscored(cost["failed"], cost["absent"])
+
+
+def samples_text(samples: Mapping[str, int]) -> str:
+    """What was made and what became of it, in one line.
+
+    >>> samples_text({"generated": 2048, "trained": 0, "filtered": 2000, "remade": 0, "in_flight": 48})
+    '2,048 generated: 0 trained, 2,000 dropped, 48 not used'
+    """
+    if not samples["generated"]:
+        return ""
+    words = {"filtered": "dropped", "remade": "made again", "in_flight": "not used"}
+    rest = [f"{samples[name]:,} {word}" for name, word in words.items() if samples[name]]
+    return f"{samples['generated']:,} generated: " + ", ".join([f"{samples['trained']:,} trained", *rest])
 
 
 def dropped_text(dropped: Mapping[str, tuple[int, int]]) -> str:

@@ -8,6 +8,7 @@ It is read from the index alone, so it can be asked from any machine, also about
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, computed_field
@@ -15,10 +16,11 @@ from pydantic.dataclasses import dataclass
 
 from orchestration.recipe.schema import Recipe
 from pipeline.events import ENDED
+from pipeline.index.errors import by_count
 from stages.weights.documents import done_with
 
 if TYPE_CHECKING:
-    from pipeline.index.client import Index, Missing, SignOfLife
+    from pipeline.index.client import Index, Missing, RunStatus, SignOfLife
 
 SILENT_BEATS = 4  # signs of life that a worker misses until it is shown as silent
 
@@ -74,7 +76,13 @@ async def waiting_chain(index: Index) -> list[Wait]:
             Wait("the end of the run", "its workers to end", published, "all steps are trained"),
             *chain.stages(found.trainer),
         ]
-    step = f"step {status.trained}"
+    first, *others = await _of_step(index, found, status, recipe, chain)
+    return [replace(first, why="; ".join(filter(None, (first.why, await _dropped(index, status))))), *others]
+
+
+async def _of_step(index: Index, found: Missing, status: RunStatus, recipe: Recipe, chain: _Chain) -> list[Wait]:
+    """What the next step waits for."""
+    step, published = f"step {status.trained}", chain.age(status.wait)
     if found.group is None and status.admitted - status.filtered < (status.trained + 1) * recipe.train.groups_per_step:
         return [Wait(step, "the gate to admit groups", published), *await _gate(index, found, recipe, chain)]
     if found.group is None or found.stage == found.trainer:
@@ -86,6 +94,15 @@ async def waiting_chain(index: Index) -> list[Wait]:
         f", {found.parked} of them parked" if found.parked else ""
     )
     return [Wait(step, what, published, rows), *chain.holders(found.stage)]
+
+
+async def _dropped(index: Index, status: RunStatus) -> str:
+    """The groups that left untrained since the last step, and why groups have; "" where none did."""
+    if not (since := status.filtered - status.dropped_before):
+        return ""
+    reasons = by_count((await index.ledger_event()).dropped)
+    counts = ", ".join(f"{groups:,} {reason!r}" for reason, groups in reasons)
+    return f"{since:,} groups were dropped since the last step (in all: {counts}); algorithm.max_dropped bounds them"
 
 
 async def _gate(index: Index, found: Missing, recipe: Recipe, chain: _Chain) -> list[Wait]:

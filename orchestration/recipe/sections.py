@@ -193,6 +193,10 @@ class RewardFunction(Section):
         examples=["arithmetic", "my_rewards:brevity"],
     )
     weight: float = key(1.0, "Factor of its score in the sample's reward, which is the sum.")
+    batch: bool = key(
+        False,
+        "Call an async function with up to 64 responses, as a plain one. Default: with one response in each call.",
+    )
 
 
 class RewardSection(Section):
@@ -205,7 +209,9 @@ class RewardSection(Section):
         "skip", "Of the texts that functions get. `keep`: such as `<think>`, but not the token that ends a response."
     )
     workers: Count = key(1, "Reward controllers that score at the same time.")
-    timeout: Seconds = key(60.0, "Longest time of one call of a function, which gets up to 64 responses.")
+    timeout: Seconds = key(
+        60.0, "Longest time of one call of a function: a plain one gets up to 64 responses, an async one gets one."
+    )
     retries: CountOrZero = key(
         2,
         "Further calls of a function with one response alone, after it raised, returned no score, took too long or died.",
@@ -215,10 +221,15 @@ class RewardSection(Section):
         "What a response costs on which a function fails each time. `drop`: its group leaves the run, and another one is "
         "generated. `zero`: the function's score is 0. `fail`: the run fails.",
     )
+    concurrency: Count = key(
+        64,
+        "Calls of async functions at the same time, of each worker that scores; those after a failure are among them.",
+    )
     processes: CountOrZero = key(
         4,
         "Processes that call functions (`arithmetic`, `exact_number`, `spelling` need none), started as they are needed; "
-        "async ones run in one more, all at once. 0: in the worker, for debugging: one that hangs or crashes harms the run.",
+        "async ones run in one more, at the same time (`concurrency`). "
+        "0: in the worker, for debugging: one that hangs or crashes harms the run.",
     )
     memory: SizeOrZero = key(4 * 2**30, "Memory of one such process; one that needs more is replaced. 0: no limit.")
     max_error_share: Annotated[float, Field(ge=0, le=1)] = key(
@@ -241,6 +252,11 @@ class AlgorithmSection(Section):
         4,
         "Times `train.groups_per_step`: at most so many groups a step are dropped and replaced because they teach nothing "
         "(`drop_equal`). Further ones are trained, with advantages of zero; the ledger counts them as `spared_groups`.",
+    )
+    max_dropped: Annotated[int, Field(ge=1)] = key(
+        64,
+        "Times `train.groups_per_step`: the run fails when more groups than that leave it untrained between two steps, "
+        "for whatever reason: `rollout.truncated`, a reward that fails, a stage of your own.",
     )
     options: Annotated[dict[str, Any], schema_of(GRPO | dict[str, Any])] = key(
         {}, "Arguments of the algorithm's class; those of `grpo` follow, the others' are in docs/algorithms.md."

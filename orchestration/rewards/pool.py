@@ -55,7 +55,14 @@ def reward_set(recipe: Recipe, pool: Caller | None = None, end_tokens: Collectio
     section = recipe.reward
     return RewardSet(
         [(function.name, function.weight) for function in section.functions],
-        policy=ErrorPolicy(section.timeout, section.retries, section.on_error, section.max_error_share),
+        policy=ErrorPolicy(
+            timeout=section.timeout,
+            retries=section.retries,
+            on_error=section.on_error,
+            max_error_share=section.max_error_share,
+            concurrency=section.concurrency,
+        ),
+        batched=[function.name for function in section.functions if function.batch],
         pool=pool,
         end_tokens=frozenset(end_tokens) if section.special_tokens == "keep" else None,
     )
@@ -90,6 +97,10 @@ class RewardPool(Caller):
             process = await self._start()
             self._free.append(process)
             self._takes = process.takes
+
+    async def is_async(self, name: str) -> bool:
+        await self.open()
+        return self._takes[name][1]
 
     async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
         await self.open()

@@ -343,7 +343,7 @@ class Run:
         if self._store_url:
             await asyncio.to_thread(_prepare_store, self._store_url, self.start, self.recipe.checkpoint.keep)
         flow = flow_of(self.recipe)
-        config = flow.config(self.recipe.staleness_plan)
+        config = flow.config(self.recipe.staleness_plan, self.recipe.algorithm.max_dropped)
         counters, remake, rates = {"published": 0, "trained": 0, "admitted": 0}, list[int](), ""
         if self.start is not None:
             counters, remake, rates = self.start.counters, self.start.remake, self.start.rates

@@ -48,7 +48,7 @@ from orchestration.service.registry import LIVE
 from orchestration.simulation.live import follow_costs
 from pipeline.events import WorkerEvent
 from pipeline.first_of import cancel_all, first_of
-from pipeline.index.client import ENGINES, TAKEN, Index, worker_name
+from pipeline.index.client import ENGINES, TAKEN, Index, IndexRefused, IndexUnreachable, worker_name
 
 log = structlog.get_logger()
 
@@ -140,6 +140,7 @@ class Supervisor:
                 life.end()
             await asyncio.gather(*(life.wait() for life in lives), return_exceptions=True)
         if outcome.state != REWIND:
+            await self._report_ledger()
             await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
         return outcome
 
@@ -381,6 +382,13 @@ class Supervisor:
             log.warning("the run begins without workers that are not ready", workers=late, within=limit)
         # A run that was paused when its supervisor was killed stays so.
         await self.index.transition(["starting"], "running")
+
+    async def _report_ledger(self) -> None:
+        """Emit what the run has made, also where no step reported it."""
+        try:
+            await self.index.emit(await self.index.ledger_event())
+        except (IndexRefused, IndexUnreachable) as error:
+            log.warning("the ledger of the run is not known", reason=str(error))
 
     async def _emit(self, worker: Worker, change: str, *, pid: int = 0, reason: str = "") -> None:
         await self.index.emit(

@@ -27,6 +27,7 @@ from orchestration.recipe.planner import slab_bytes
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job
+from orchestration.run.dropped import explained
 from orchestration.run.exit_codes import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
 from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.paths import RunPaths
@@ -35,7 +36,15 @@ from pipeline.columns import ColumnError
 from pipeline.compat.extras import ExtraMissing
 from pipeline.events import WorkerEvent
 from pipeline.first_of import cancel_all
-from pipeline.index.client import INDEX_VARIABLE, BoundBroken, GateClosed, Index, NeverFits, WrittenTwice
+from pipeline.index.client import (
+    INDEX_VARIABLE,
+    BoundBroken,
+    GateClosed,
+    Index,
+    NeverFits,
+    TooManyDropped,
+    WrittenTwice,
+)
 from pipeline.index.errors import IndexRefused, IndexUnreachable
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
@@ -104,6 +113,7 @@ FATAL = (
     RewardError,
     StageError,
     TeacherRefused,
+    TooManyDropped,
     TooManySkipped,
 )
 
@@ -256,6 +266,8 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _in_words(error: BaseException) -> str:
+    if isinstance(error, TooManyDropped):
+        return explained(error)
     return str(error) if isinstance(error, CannotStart | NotStarted) else f"{type(error).__name__}: {error}"
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.index.calls import Calls
+from pipeline.index.errors import TooManyDropped
 
 # Where a row's columns of one producer lie: `slot` of the packed rows that begin at `place` & 2**48 - 1 of the arena of
 # warehouse `place` >> 48, as part of `block`. Block 0: not written yet.
@@ -185,9 +186,14 @@ class Claims(Calls):
 
     async def drop_groups(self, claim: Claim, groups: Sequence[int], reason: str = "dropped") -> None:
         """Remove whole groups, held by ``claim``, without training them. The ledger counts them as filtered, and under the
-        first REASON_CHARACTERS of ``reason``."""
+        first REASON_CHARACTERS of ``reason``. Raises TooManyDropped, with the groups removed, when more have left since
+        the last step than the run's config allows."""
         lease = {"stage": claim.stage, "token": claim.token, "owner": claim.owner}
-        await self.call("drop_groups", **lease, groups=list(groups), reason=reason[:REASON_CHARACTERS])
+        reply = await self.call("drop_groups", **lease, groups=list(groups), reason=reason[:REASON_CHARACTERS])
+        since, most = int(reply[0]), int(reply[1])
+        if 0 <= most < since:
+            found = await self.call("ledger_event")
+            raise TooManyDropped(since, most, dict(found["dropped"] or {}))
 
     async def spare_groups(self, groups: Sequence[int]) -> None:
         """Record that these groups will be trained though they teach nothing, because their step may drop no more. The

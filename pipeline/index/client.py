@@ -30,6 +30,7 @@ from pipeline.index.errors import (
     IndexUnreachable,
     LeaseLost,
     NeverFits,
+    TooManyDropped,
     WrittenTwice,
 )
 from pipeline.index.events import EVENTS_AT_ONCE, Events, Logs, stamped
@@ -50,6 +51,7 @@ __all__ = [  # of other modules, for the packages above
     "LeaseLost",
     "Link",
     "NeverFits",
+    "TooManyDropped",
     "WrittenTwice",
     "redacted",
 ]
@@ -89,7 +91,8 @@ class RunConfig:
 
     ``reach``: a claim prefers rows that were made ready on its own node, and passes older ones on other nodes by at most
     so many groups. ``headstart``: rows that become ready on a node where their stage has workers are left to these for so
-    many seconds. The defaults are those of a flow without a trainer: the gate is always open.
+    many seconds. ``max_dropped``: how many groups may leave untrained for each that a step
+    trains, -1 for any number. The defaults are those of a flow without a trainer: the gate is always open.
     """
 
     stages: tuple[StageSpec, ...]
@@ -98,6 +101,7 @@ class RunConfig:
     window: int = 1
     staleness: int = UNLIMITED
     reach: int = 64
+    max_dropped: int = -1
     headstart: float = 0.1  # enough for a woken worker to claim on a busy machine, little beside what a stage computes
 
     def __post_init__(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from redis.exceptions import ResponseError
 
 from pipeline.warehouse.arena import StaleHandle
@@ -33,6 +35,24 @@ class WrittenTwice(IndexRefused):
 
 class FieldsChanged(IndexRefused):
     """The fields of a partition changed since the caller read them. Read them again and repeat the put."""
+
+
+class TooManyDropped(RuntimeError):
+    """More groups left the run untrained since its last step than one step may lose: ``since`` of at most ``most``.
+    ``reasons``: the groups dropped since the run's beginning, by reason."""
+
+    def __init__(self, since: int, most: int, reasons: Mapping[str, int]) -> None:
+        counts = ", ".join(f"{groups:,} {reason!r}" for reason, groups in by_count(reasons))
+        super().__init__(
+            f"{since:,} groups left the run untrained since its last step, and at most {most:,} may; "
+            f"dropped so far, by reason: {counts}"
+        )
+        self.since, self.most, self.reasons = since, most, dict(reasons)
+
+
+def by_count(reasons: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Reasons and their counts, the greatest first."""
+    return sorted(reasons.items(), key=lambda one: (-one[1], one[0]))
 
 
 class NeverFits(IndexRefused):

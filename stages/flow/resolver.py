@@ -58,8 +58,9 @@ class Flow:
 
         return Schema([column(name, kind) for name, kind in self.columns.items()])
 
-    def config(self, plan: StalenessPlan) -> RunConfig:
-        """What the index needs to know of the stages and of the staleness bound."""
+    def config(self, plan: StalenessPlan, max_dropped: int = -1) -> RunConfig:
+        """What the index needs to know of the stages and of the staleness bound. For each group that a step trains
+        ``max_dropped`` may leave untrained; -1: any number."""
         from pipeline.index.client import RunConfig, StageSpec
 
         mask = self.schema.mask
@@ -69,6 +70,7 @@ class Flow:
             slack=plan.slack,
             window=plan.window,
             staleness=plan.bound,
+            max_dropped=max_dropped,
         )
 
     @cached_property

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Protocol
 
@@ -33,6 +34,17 @@ class CallFailed(RuntimeError):
         self.place, self.shared, self.misfit = place, shared, misfit
 
 
+@dataclass
+class CallCounts:
+    """Calls of one function by one process: how many there were, how many of them failed, how many were made ``again`` after
+    a failure, and the ``seconds`` of all of them together."""
+
+    calls: int = 0
+    failed: int = 0
+    again: int = 0
+    seconds: float = 0.0
+
+
 class Caller(Protocol):
     """Calls reward functions by name. ``parallel``: how many calls of plain functions run at the same time."""
 
@@ -40,6 +52,9 @@ class Caller(Protocol):
 
     async def open(self) -> None:
         """Find the functions. Raises RewardError for one that cannot be called at all. Does nothing when repeated."""
+
+    async def is_async(self, name: str) -> bool:
+        """Whether the function is a coroutine function, whose calls run at the same time."""
 
     async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
         """The scores of the rows, within ``timeout`` seconds. ``alone``: no other call runs in its process meanwhile.
@@ -61,6 +76,9 @@ class LocalCaller(Caller):
 
     async def open(self) -> None:
         pass
+
+    async def is_async(self, name: str) -> bool:
+        return inspect.iscoroutinefunction(self._functions[name])
 
     async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
         function, rows, deadline = self._functions[name], len(arguments["completions"]), asyncio.timeout(timeout)

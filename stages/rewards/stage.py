@@ -1,8 +1,9 @@
 """The reward stage: calls several weighted functions, in TRL's signature, with a batch of finished responses.
 
     prompts, completions, token ids, columns ──▶ each function, by its caller ──▶ scores [B, K] · weights ──▶ total [B]
+                          │                          plain: many rows a call; async: one, up to `concurrency` at once
                           ▲                          │ raised, took too long, died
-                          └── each row alone ◀────────┘ … fails again: the run fails, the score is 0, or the group is dropped
+                          └── each of its rows ◀──────┘ … fails again: the run fails, the score is 0, or the group is dropped
                                                               returned no score for a row: that row fails at once
                                                               returned more or fewer than rows: all rows fail at once
 
@@ -16,11 +17,13 @@ A response to which no function applies has no reward: it is in no mean (:mod:`s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -33,7 +36,7 @@ from pipeline.events import AlarmEvent
 from pipeline.index.client import Claim, Index
 from stages.models import Tokenizer
 from stages.prompts.tasks import HARMLESS
-from stages.rewards.calls import LARGEST, Arguments, Caller, CallFailed, LocalCaller, Score
+from stages.rewards.calls import LARGEST, Arguments, CallCounts, Caller, CallFailed, LocalCaller, Score, Scores
 from stages.rewards.registry import RESERVED, RewardError
 from stages.rewards.scores import FAILED, FAILED_AS_ZERO, RewardScores, number_of
 
@@ -54,8 +57,9 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class ErrorPolicy:
     """What is done about a reward function that fails: that raises, returns no scores, takes more than ``timeout`` seconds
-    for a call, or ends its process. The rows of a failed call are called alone, and ``retries`` times more; but where the
-    function has returned, its rows without a score, or all where it has not one for each, have failed. A row that fails is
+    for a call, or ends its process. The rows of a failed call are called one by one, and ``retries`` times more, those of an
+    async function at the same time. At most ``concurrency`` calls of async functions run at once. But where the function has
+    returned, its rows without a score, or all where it has not one for each, have failed. A row that fails is
     a failed sample: the run fails, the function's score is 0, or the sample's group is dropped. The run also fails when
     more than ``max_error_share`` of the last :data:`RECENT` samples of a function failed."""
 
@@ -63,6 +67,7 @@ class ErrorPolicy:
     retries: int = 2
     on_error: Literal["fail", "zero", "drop"] = "drop"
     max_error_share: float = 0.25
+    concurrency: int = 64
 
 
 class RewardSet:
@@ -71,7 +76,7 @@ class RewardSet:
     A name is ``module:function``, or one of :data:`stages.prompts.tasks.REWARDS`, or an entry point of the group
     ``asyncdock.rewards``. ``pool`` calls the functions that are not :data:`~stages.prompts.tasks.HARMLESS`; without it, all
     are called in this process. ``end_tokens``: special tokens stay in the texts, but for one of these at the end; None:
-    they are left out.
+    they are left out. An async function is called with one row, unless ``batched`` has it.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class RewardSet:
         policy: ErrorPolicy = ErrorPolicy(),
         pool: Caller | None = None,
         end_tokens: Collection[int] | None = None,
+        batched: Collection[str] = (),
     ) -> None:
         if not functions:
             raise RewardError("rewards: at least one reward function is needed")
@@ -93,7 +99,9 @@ class RewardSet:
             raise RewardError(f"rewards: the weights {self.weights.tolist()} of {self.names} must be finite")
         local = LocalCaller([name for name in self.names if pool is None or name in HARMLESS])
         self._callers = [local if pool is None or name in HARMLESS else pool for name in self.names]
-        self._policy, self._end_tokens = policy, end_tokens
+        self._policy, self._end_tokens, self._batched = policy, end_tokens, frozenset(batched)
+        self._slots = asyncio.Semaphore(policy.concurrency)  # of calls of async functions
+        self.counts = {name: CallCounts() for name in self.names}
         self._recent: dict[str, deque[bool]] = {name: deque(maxlen=RECENT) for name in self.names}  # whether it failed
         self.failures: dict[str, str] = {}  # the reason of each function's first one
         self.misfits: dict[str, str] = {}  # of those, where it did not return one score for each row
@@ -149,9 +157,12 @@ class RewardSet:
         return RewardScores(scores, scores.nan_to_num(nan=0.0, posinf=0.0) @ self.weights)
 
     async def _column(self, name: str, caller: Caller, given: Arguments) -> list[float]:
-        """Scores of one function, called with parts of the rows as large as its caller can call at the same time."""
+        """Scores of one function, called with parts of the rows as large as its caller can call at the same time, or, where
+        it is async, with each row."""
         rows = len(given["completions"])
         size = max(LEAST_ROWS, -(-rows // caller.parallel))
+        if await caller.is_async(name) and name not in self._batched:
+            size = 1  # so that a failure costs its own row alone, and the bound is one of responses
         starts = range(0, rows, size)
         parts = await _all(self._part(name, caller, _slice(given, at, at + size)) for at in starts)
         return [score for part in parts for score in part]
@@ -159,32 +170,45 @@ class RewardSet:
     async def _part(self, name: str, caller: Caller, given: Arguments) -> list[float]:
         rows = range(len(given["completions"]))
         try:
-            scores = await caller.call(name, given, self._policy.timeout)
+            scores = await self._call(name, caller, given)
         except CallFailed as error:
             if error.misfit:
                 return [self._failed(name, given, at, error) for at in rows]
             of_others = len(rows) > 1 or error.shared  # it may not be the row's own failure
-            log.warning(
-                "a reward function failed; its rows are scored one by one",
-                reward=name,
-                rows=len(rows),
-                error=str(error),
-            )
+            log.warning("a reward function failed", reward=name, rows=len(rows), error=str(error))
             return await _all(self._alone(name, caller, given, at, error, of_others) for at in rows)
         return [self._number(name, given, at, score) for at, score in enumerate(scores)]
+
+    async def _call(
+        self, name: str, caller: Caller, arguments: Arguments, *, alone: bool = False, again: bool = False
+    ) -> Scores:
+        """One call, counted; ``again``: after a failed one. Raises CallFailed."""
+        counts = self.counts[name]
+        async with self._slots if await caller.is_async(name) else contextlib.nullcontext():
+            counts.calls += 1
+            counts.again += again
+            began = time.monotonic()
+            try:
+                return await caller.call(name, arguments, self._policy.timeout, alone=alone)
+            except CallFailed:
+                counts.failed += 1
+                raise
+            finally:
+                counts.seconds += time.monotonic() - began
 
     async def _alone(
         self, name: str, caller: Caller, given: Arguments, at: int, error: CallFailed, of_others: bool
     ) -> float:
         """The score of the row ``at`` after a call that failed with ``error``."""
         row = {argument: values[at : at + 1] for argument, values in given.items()}
+        alone = error.shared
         for attempt in range(0 if of_others else 1, self._policy.retries + 1):
             if attempt:
                 await asyncio.sleep(min(LONGEST_BACKOFF, BACKOFF_SECONDS * 4 ** (attempt - 1)))
             try:
-                (score,) = await caller.call(name, row, self._policy.timeout, alone=True)
+                (score,) = await self._call(name, caller, row, alone=alone, again=True)
             except CallFailed as again:
-                error = again
+                error, alone = again, alone or again.shared
                 if error.misfit:
                     break
             else:
@@ -267,6 +291,9 @@ class Reward(Stage):
 
     def room(self, held: int) -> int:
         return ROWS_AT_ONCE
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"calls": {name: asdict(counts) for name, counts in self.rewards.counts.items() if counts.calls}}
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         reads = [name for name in self.fetches if name not in FETCHES]

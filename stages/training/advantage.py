@@ -70,6 +70,7 @@ class DropAlarm:
                         worker=self._worker,
                     )
                 )  # fmt: skip
+                await self._index.emit(await self._index.ledger_event())  # a step would report it, and there is none
 
 
 class Advantage(Stage):

@@ -2,7 +2,7 @@
  * `update(progress)` while it is. */
 
 import { element, say } from "../element.js";
-import { ago, count, moment, number, percent, size } from "../format.js";
+import { ago, count, moment, number, percent, seconds, size } from "../format.js";
 import { SHARES, WORDS } from "../progress.js";
 
 const LOG_SECONDS = 3;
@@ -39,6 +39,12 @@ export class Workers {
       if (rows === undefined) return [];
       return element("div", {}, element("dt", {}, word), element("dd", {}, `${count(rows)} samples${tokens === undefined ? "" : `, ${count(tokens)} tokens`}`));
     });
+    for (const worker of progress.workers.values()) {
+      for (const [name, of] of Object.entries(worker.latest?.calls ?? {})) {
+        const text = `${count(of.calls)} calls, ${count(of.failed)} failed, ${count(of.again)} again, ${seconds(of.seconds / of.calls)} a call`;
+        found.push(element("div", {}, element("dt", {}, `${worker.name} ${name}`), element("dd", {}, text)));
+      }
+    }
     for (const [reason, groups] of Object.entries(ledger.dropped ?? {})) {
       const tokens = ledger.dropped_tokens?.[reason];
       const text = `${count(groups)} groups${tokens === undefined ? "" : `, ${count(tokens)} tokens`}`;

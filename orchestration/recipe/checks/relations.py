@@ -30,6 +30,14 @@ def guard_metrics_exist(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+@check("algorithm.max_refill", "algorithm.max_dropped")
+def refill_is_within_bound(recipe: Recipe) -> Iterator[Problem]:
+    refill, dropped = recipe.algorithm.max_refill, recipe.algorithm.max_dropped
+    if dropped < refill:
+        wrong = f"would fail the run before algorithm.max_refill = {refill} lets it train groups that teach nothing"
+        yield problem(recipe, "algorithm.max_dropped", wrong, f"use a value >= {refill}")
+
+
 @check("algorithm.group_size", "rollout.max_rows")
 def group_fits_engine(recipe: Recipe) -> Iterator[Problem]:
     size, rows = recipe.algorithm.group_size, recipe.rollout.max_rows

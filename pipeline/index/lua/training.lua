@@ -106,8 +106,20 @@ end)
 
 local MOST_REASONS = 32  -- that are counted apart, for which groups are dropped
 
+-- Groups that may leave untrained since the last step was trained: `max_dropped` for each group of a step and for each one that
+-- is ready to be trained, since a slow trainer has groups of several steps wait; -1: any number. Each step ahead adds its groups,
+-- which the credit stage may drop for it.
+local function most_dropped(run, cfg)
+  if (cfg.max_dropped or -1) < 0 then return -1 end
+  local groups = cfg.groups_per_step
+  for _, stage in ipairs(cfg.stages) do
+    if stage.takes == 'batch' then groups = groups + value(run, 'ready:' .. stage.name) end
+  end
+  return cfg.max_dropped * groups + cfg.slack * cfg.groups_per_step
+end
+
 -- {stage, token, owner?, groups, reason}: whole groups, held under `token` by a stage that takes groups, leave without being
--- trained. They are counted under the reason.
+-- trained. They are counted under the reason. → {groups that left so since the last step was trained, the most that may}
 define('drop_groups', function(run, a)
   local cfg, freed, groups = config(run), {}, {}
   local stage = stage_of(cfg, a.stage)
@@ -133,7 +145,7 @@ define('drop_groups', function(run, a)
   wake_all(run, freed)
   for _, s in ipairs(cfg.stages) do wake_stage(run, s.name) end
   wake(run, 'version')
-  return true
+  return { value(run, 'filtered_groups') - value(run, 'dropped_before'), most_dropped(run, cfg) }
 end)
 
 -- {version, record}: the weights of `version` lie in host memory. The gate opens, and generation may go on.

@@ -206,7 +206,7 @@ async def test_a_wrong_number_of_scores_fails_all_rows_and_no_row_is_called_alon
     short = ("ranks_too_few", "ranks_too_few_async", "ranks_with_a_nan")
     async with pool_of(*short, tmp_path=tmp_path, processes=1) as pool:
         names = pool._names
-        rewards = RewardSet([(name, 1.0) for name in names], pool=pool)
+        rewards = RewardSet([(name, 1.0) for name in names], pool=pool, batched=names)
         scores = await rewards.score(["p"] * 4, ["a", "bbb", "cc", "dddd"], [[1]] * 4, [{}] * 4)
     assert scores.scores[:, :2].isinf().all()
     assert scores.scores[:, 2].tolist() == [0.25, 0.75, math.inf, 1.0]

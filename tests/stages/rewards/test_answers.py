@@ -112,7 +112,7 @@ def none_for_two(completions: list[str], **_: Any) -> list[float | None]:
 
 def score(*functions: tuple[Callable[..., Any], float], **policy: Any) -> RewardScores:
     names = [(f"{function.__module__}:{function.__name__}", weight) for function, weight in functions]
-    rewards = RewardSet(names, policy=ErrorPolicy(**policy))
+    rewards = RewardSet(names, policy=ErrorPolicy(**policy), batched=[name for name, _ in names])
     return asyncio.run(rewards.score(["p"] * 4, TEXTS, [[1]] * 4, [{}] * 4))
 
 
