@@ -476,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cpu" and not args.smoke:
         parser.error("no accelerator here; --device cpu --smoke shows that the command runs, its speeds mean nothing")
     configure(terminal=False)  # what the runs log is not for standard output
-    graphs = "recorded" if device.type != "cpu" and hasattr(torch.accelerator, "Graph") else "not recorded"
+    graphs = "not recorded" if devices.new_graph(device) is None else "recorded"
     print(f"torch {torch.__version__}, device {device}, decode steps {graphs}, medians of {args.repeat}")
     figures = asyncio.run(check(device, args.smoke, args.repeat))
     print("\n".join(line(figure, device) for figure in figures))

@@ -9,6 +9,7 @@ counters), so each function here handles the CPU.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import os
 import time
@@ -20,7 +21,7 @@ import torch
 import torch.distributed
 
 AUTO = "auto"
-INSTALL_NPU = "install CANN 9.1, source its set_env.sh, then pip install 'asyncdock[ascend]' (torch and torch-npu 2.10)"
+INSTALL_NPU = "install CANN, source its set_env.sh, then pip install 'asyncdock[ascend]' (torch-npu 2.13 with torch 2.13)"
 
 
 class DeviceMissing(RuntimeError):
@@ -93,6 +94,11 @@ def backend(device: torch.device) -> str:
     return torch.distributed.get_default_backend_for_device(device)
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """The dtype of sums that need many bits: float64, but float32 on NPUs and Apple's GPUs, which do not compute in it."""
+    return torch.float32 if device.type in ("npu", "mps") else torch.float64
+
+
 def multiplies_into_float32(device: torch.device) -> bool:
     """Whether ``torch.mm`` accepts ``out_dtype=torch.float32`` for bfloat16 matrices on the device."""
     return device.type == "cuda" and torch.version.cuda is not None
@@ -114,8 +120,8 @@ def fused_attention(device: torch.device) -> tuple[Callable[..., tuple[torch.Ten
     npu = importlib.import_module("torch_npu")
 
     def seen(q: torch.Tensor, causal: bool, hidden: torch.Tensor | None) -> dict[str, Any]:
-        if causal:  # mode 2: a compressed mask of this size stands for any length
-            return {"atten_mask": torch.ones(2048, 2048, dtype=torch.bool, device=q.device).triu_(1), "sparse_mode": 2}
+        if causal:
+            return {"atten_mask": _compressed_causal_mask(q.device), "sparse_mode": 2}
         return {} if hidden is None else {"atten_mask": hidden}
 
     def forward(
@@ -136,6 +142,13 @@ def fused_attention(device: torch.device) -> tuple[Callable[..., tuple[torch.Ten
         return tuple(npu.npu_fusion_attention_grad(*parts, q.shape[1], "BNSD", **options)[:3])
 
     return forward, backward
+
+
+@functools.cache
+def _compressed_causal_mask(device: torch.device) -> torch.Tensor:
+    """What npu_fusion_attention takes for a causal mask of any length (its mode 2): bool [2048, 2048], 4 MiB of the device."""
+    with torch.inference_mode(False):
+        return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
 
 
 def fused_layers(device: torch.device) -> dict[str, Callable[..., torch.Tensor]]:
@@ -191,14 +204,21 @@ def synchronize(device: torch.device) -> None:
 
 
 def allocated(device: torch.device) -> int | None:
-    """Bytes of live tensors on ``device``; None on the CPU, where torch does not count them."""
-    return None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+    """Bytes of live tensors on ``device``; None on the CPU, where torch does not count them. The device's own module is
+    asked: ``torch.accelerator`` raises for torch_npu up to 2.12, and for mps."""
+    if device.type == "cpu":
+        return None
+    module: Any = torch.get_device_module(device)
+    if device.type == "mps":
+        return int(module.current_allocated_memory())
+    return int(module.memory_allocated(device))
 
 
 def release_cached(device: torch.device) -> None:
     """Return the memory that torch has cached to the device."""
     if device.type != "cpu":
-        torch.accelerator.empty_cache()
+        module: Any = torch.get_device_module(device)
+        module.empty_cache()
 
 
 def stream(device: torch.device) -> Any:
@@ -245,17 +265,28 @@ def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 def record(device: torch.device, act: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
     """Returns a function that runs ``act`` again on the same tensors, and the tensor of its results. Where torch can
-    (``torch.accelerator.Graph``, torch 2.13), the device replays a recording; else ``act`` is called."""
-    graphs = getattr(torch.accelerator, "Graph", None)
-    if device.type == "cpu" or graphs is None:
+    (``torch.accelerator.Graph``, torch 2.13, and the device implements it), the device replays a recording; else ``act``
+    is called."""
+    graph = new_graph(device)
+    if graph is None:
         result = act()
         return lambda: result.copy_(act()), result
-    graph, stream = graphs(capture_error_mode="thread_local"), torch.Stream(device)
+    stream = torch.Stream(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream, graph:
         result = act()
     torch.accelerator.current_stream(device).wait_stream(stream)
     return graph.replay, result
+
+
+def new_graph(device: torch.device) -> Any:
+    """A graph for a recording on ``device``, or None."""
+    if device.type == "cpu" or not hasattr(torch.accelerator, "Graph"):
+        return None
+    try:
+        return torch.accelerator.Graph(capture_error_mode="thread_local")
+    except (NotImplementedError, RuntimeError):  # the backend does not implement it
+        return None
 
 
 @contextmanager

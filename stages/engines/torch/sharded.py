@@ -264,10 +264,11 @@ class ShardedTrainEngine(TorchTrainEngine):
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """The tensors [n, …] of all replicas: [dp, n, …]."""
-        values = values.to(self.device)
-        replicas = [torch.empty_like(values) for _ in range(self.ranks.dp)]
-        dist.all_gather(replicas, values, group=self._meshes.replicas.get_group())
-        return torch.stack(replicas).cpu()
+        widest = devices.widest_float(self.device)
+        own = values.to(self.device, widest if values.dtype == torch.float64 else values.dtype)
+        replicas = [torch.empty_like(own) for _ in range(self.ranks.dp)]
+        dist.all_gather(replicas, own, group=self._meshes.replicas.get_group())
+        return torch.stack(replicas).cpu().to(values.dtype)
 
     def _clip(self) -> float:
         of_own = [p.grad.to_local() for n, p in self._sharded.items() if n in self._partial and p.grad is not None]  # type: ignore[attr-defined]

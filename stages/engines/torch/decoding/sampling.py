@@ -67,7 +67,7 @@ def draw(
     if likeliest is not None and all(greedy):
         tokens = likeliest
     else:
-        tokens = invert(chosen, devices.put(torch.tensor(points, dtype=torch.float64), device))
+        tokens = invert(chosen, devices.put(torch.tensor(points, dtype=devices.widest_float(device)), device))
         if likeliest is not None:
             tokens = torch.where(devices.put(torch.tensor(greedy), device), likeliest, tokens)
     # Softmax makes NaN of a row with a logit that is NaN or infinite.
@@ -102,22 +102,24 @@ def keep_from(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float
 
 
 def invert(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """For each row of ``weights`` [R, V] >= 0: the index at which its cumulative sum exceeds ``points`` float64 [R] of the
-    total. Works in two levels, blocks and then the members of one block, so that weights are read once. Never returns an
-    index of weight 0."""
+    """For each row of ``weights`` [R, V] >= 0: the index at which its cumulative sum exceeds ``points`` [R] of the total.
+    Works in two levels, blocks and then the members of one block, so that weights are read once. Never returns an index of
+    weight 0. Sums have the dtype of ``points``."""
     blocks = _in_blocks(weights, 0.0)
+    dtype = points.dtype
+    below_one = 1.0 - torch.finfo(dtype).eps  # this part of a sum is not rounded up to the sum
 
     def pass_point(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the index at which the sum exceeds the point, and how far inside it the point is, in [0, 1)."""
-        ends = masses.double().cumsum(-1)
+        ends = masses.to(dtype).cumsum(-1)
         target = (points * ends[:, -1])[:, None]
         index = torch.searchsorted(ends, target, right=True).clamp_(max=masses.shape[1] - 1)
-        mass = masses.gather(-1, index).double()
+        mass = masses.gather(-1, index).to(dtype)
         inside = (target - ends.gather(-1, index) + mass) / mass
-        return index[:, 0], inside[:, 0].clamp(0.0, 1.0 - 2.0**-52)
+        return index[:, 0], inside[:, 0].clamp(0.0, below_one)
 
     # Weights that are not finite pass no point: their row is refused when it is read, and must not fail before (clamps).
-    block, inside = pass_point(blocks.sum(-1), points)
+    block, inside = pass_point(blocks.sum(-1), points.clamp(max=below_one))
     member, _ = pass_point(_one_block(blocks, block), inside)
     return (block * blocks.shape[-1] + member).clamp_(max=weights.shape[1] - 1)
 

@@ -117,5 +117,5 @@ class ExpertLoad:
         of all layers. ``total`` adds up over ranks."""
         if not len(self.counts):
             return {}
-        counts = total(self.counts).double()
+        counts = total(self.counts).cpu().double()
         return {"max_expert_load": float((counts.amax(1) / counts.mean(1)).max())}
