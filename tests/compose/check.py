@@ -29,12 +29,12 @@ from pathlib import Path
 import yaml
 
 from tests.compose import bases
-from tests.compose.containers import load
 from tests.compose.engine import Engine, isolated
 from tests.compose.expected import AFTER, nothing_is_left
 from tests.compose.image import stages
 from tests.compose.page import PAGE, Command, Shell, commands, variables
 from tests.compose.sandbox import ROOT
+from tests.compose.services import load
 from tests.compose.stack import Stack, docker
 
 PROJECT = "asyncdock-check"
