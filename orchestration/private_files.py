@@ -62,8 +62,13 @@ def _private(path: str, flags: int) -> int:
 
 
 def read_by_others(path: Path) -> str:
-    """Return a warning with its fix when other users can read the secret in the file ``path``, otherwise ""."""
+    """Return a warning with its fix when other users can read the secret in the file ``path``, otherwise "".
+
+    No warning on a read-only mount: that is how a container gets a secret. Its mode cannot be changed here, and it lets
+    the container's user read a file that belongs to somebody else."""
     try:
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            return ""
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError:
         return ""

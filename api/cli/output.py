@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Any, NoReturn
 
@@ -17,6 +18,16 @@ def refuse(message: object, code: int = BAD_INPUT) -> NoReturn:
     """Print ``message`` on standard error and end the command with ``code``."""
     complain(f"error: {message}")
     raise typer.Exit(code)
+
+
+def advised(arguments: str) -> str:
+    """Return the ``asyncdock`` command with these arguments as the reader has to type it. In a container this is not
+    what the program was called with: ``ASYNCDOCK_COMMAND`` is then what runs it there.
+
+    >>> advised("runs list")
+    'asyncdock runs list'
+    """
+    return f"{os.environ.get('ASYNCDOCK_COMMAND') or 'asyncdock'} {arguments}"
 
 
 def print_json(value: Any) -> None:

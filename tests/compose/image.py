@@ -2,25 +2,16 @@
 folder as root file system.
 
     base ──copy──▶ stage: COPY (only what .dockerignore lets through), RUN as USER in WORKDIR with ENV ──▶ next stage
-
-    python -m tests.compose.image FOLDER [--torch-index ADDRESS] [--share PATH ...]
-
-builds the real image's file system into FOLDER, from an empty root that debootstrap fills with Debian, and prints how large
-it is. It takes some minutes, some gigabytes and a network. ``--share`` shows a file or folder of this machine to the steps
-(for example where pip's own settings and packages lie).
 """
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +23,6 @@ from tests.compose.sandbox import ROOT, as_user
 
 DOCKERFILE = ROOT / "compose" / "Dockerfile"
 IGNORED = ROOT / "compose" / "Dockerfile.dockerignore"
-LIBRARIES = ("ca-certificates", "libbz2-1.0", "libexpat1", "libffi8", "liblzma5", "libsqlite3-0", "libssl3", "netbase")
 BASE_PATH = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -198,58 +188,3 @@ class Builder:
         if done.returncode:
             raise StepFailed(f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
         return done.stdout
-
-
-def size(folder: Path) -> int:
-    """Bytes of the files below ``folder``."""
-    return int(subprocess.run(["du", "-sb", str(folder)], capture_output=True, text=True, check=True).stdout.split()[0])
-
-
-def debian(folder: Path) -> Path:
-    """An empty root with Debian and the Python that runs this, in /usr/local: what the Python image is."""
-    if not folder.exists():
-        draft = folder.with_suffix(".draft")
-        sources = Path("/etc/apt/sources.list.d/debian.sources").read_text()
-        mirror = re.search(r"^URIs: (\S+)", sources, re.MULTILINE)
-        # What it mounts goes with it, however it ends.
-        apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
-        command = [*apart, "debootstrap", "--variant=minbase", f"--include={','.join(LIBRARIES)}", "bookworm"]
-        subprocess.run([*command, str(draft), *([mirror[1]] if mirror else [])], check=True, stdout=subprocess.DEVNULL)
-        shutil.copytree(
-            sys.base_prefix, draft / "usr" / "local", symlinks=True, dirs_exist_ok=True, ignore=_installed_besides
-        )
-        subprocess.run(["chroot", str(draft), "ldconfig"], check=True)
-        draft.rename(folder)
-    return folder
-
-
-def _installed_besides(folder: str, names: list[str]) -> list[str]:
-    """Packages that were added to this machine's Python."""
-    added = [name for name in names if not re.match(r"pip\b|setuptools\b|_distutils|pkg_resources", name)]
-    return added if Path(folder).name == "site-packages" else [name for name in names if name == "__pycache__"]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the image's file system without a container engine.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--torch-index", default="")
-    parser.add_argument("--share", type=Path, action="append", default=[])
-    parser.add_argument("--stage", action="append", default=[])
-    given = parser.parse_args()
-    folder = given.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    shared = [Path("/etc/resolv.conf"), *given.share]
-    around = [part for path in shared for part in ("--ro-bind", str(path), str(path))]
-    pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name.endswith("_proxy")}
-    base = debian(folder / "debian")
-    builder = Builder(folder, base, arguments={"TORCH_INDEX": given.torch_index}, around=around, variables=pip)
-    for stage in given.stage or ["asyncdock"]:
-        root = builder.build(stage)
-        print(f"{stage}: {size(root) / 1e6:.0f} MB, {(size(root) - size(base)) / 1e6:.0f} MB more than its base")
-        print(builder.run(stage, ["asyncdock", "--version"]).strip())
-    for step, seconds in builder.seconds.items():
-        print(f"{seconds:7.1f} s  {step}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

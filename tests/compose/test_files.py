@@ -21,8 +21,8 @@ from tests.compose.sandbox import ROOT
 
 pytest.importorskip("dockerfile_parse", reason="dockerfile-parse is not installed; pip install -e '.[dev]'")
 
-from tests.compose.containers import FOLDER, in_bytes, load, ports
 from tests.compose.image import let_through, stages
+from tests.compose.services import FOLDER, in_bytes, load, ports
 
 SERVICES = load()["services"]
 OURS = {name: spec for name, spec in SERVICES.items() if "build" in spec}
@@ -83,6 +83,19 @@ def test_a_service_has_limits_and_one_version(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
+def test_a_service_asks_for_no_more_processors_than_any_machine_has(name: str) -> None:
+    """The engine refuses a limit above the machine's processors; 0 is none."""
+    assert float(SERVICES[name]["deploy"]["resources"]["limits"]["cpus"]) <= 1
+    given = load({"AGENT_CPUS": "2.5"})["services"][name]["deploy"]["resources"]["limits"]["cpus"]
+    assert (float(given) == 2.5) == (name in ("agent", "ray-host"))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_an_older_engine_takes_the_health_check(name: str) -> None:
+    assert "start_interval" not in SERVICES[name]["healthcheck"]  # refused before Docker Engine 25
+
+
+@pytest.mark.parametrize("name", SERVICES)
 def test_a_service_that_stays_has_a_health_check_and_is_started_again(name: str) -> None:
     spec = SERVICES[name]
     ends = spec["restart"].startswith("on-failure")  # tokens, model, demo: they do one thing and end
@@ -104,6 +117,7 @@ def test_what_a_service_names_is_there(name: str, tmp_path: Path) -> None:
     assert set(spec.get("secrets", [])) <= set(whole["secrets"])
     assert set(spec.get("networks", [])) <= set(whole["networks"])
     for other, how in spec.get("depends_on", {}).items():
+        assert how.get("required", True) or whole["services"][other].get("profiles")
         awaited = how["condition"] == "service_healthy"
         assert awaited == ("test" in whole["services"][other]["healthcheck"])
 

@@ -1,6 +1,6 @@
 """The Dockerfile's steps run in order and leave what the image promises. Here each distribution that the image installs is a
 stand-in, with the real one's metadata and next to none of its code, so that no network is needed and it takes seconds;
-``python -m tests.compose.image`` runs the same steps with the real ones in an empty root."""
+``make compose-check`` builds the image with the real ones."""
 
 from __future__ import annotations
 

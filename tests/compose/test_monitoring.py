@@ -14,7 +14,7 @@ import yaml
 
 pytest.importorskip("dockerfile_parse", reason="dockerfile-parse is not installed; pip install -e '.[dev]'")
 
-from tests.compose.containers import FOLDER, load
+from tests.compose.services import FOLDER, load
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(

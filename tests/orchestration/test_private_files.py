@@ -21,6 +21,7 @@ from orchestration.service import index_server as service_index
 from orchestration.service.index_server import ServiceIndex
 from pipeline import locks
 from pipeline.locks import Locked, holder, locked
+from tests.compose.sandbox import ROOT, missing
 from tests.orchestration.runs import MOCK
 
 
@@ -138,6 +139,21 @@ def test_a_secret_that_others_can_read_is_reported(tmp_path: Path) -> None:
     write_private(tmp_path / "key.pem", "another")
     assert (mode(tmp_path / "key.pem"), (tmp_path / "key.pem").read_text()) == (0o600, "another")
     assert read_by_others(tmp_path / "none") == ""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_containers_secret_whose_mode_cannot_be_changed_is_not_reported(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("secret")
+    secret.chmod(0o644)
+    program = "import sys; from pathlib import Path; from orchestration.private_files import read_by_others\n"
+    program += "print([read_by_others(Path(path)) != '' for path in sys.argv[1:]])"
+    mounted = ["bwrap", "--bind", "/", "/", "--dev", "/dev", "--ro-bind", str(secret), str(secret)]
+    outside = tmp_path / "other"
+    outside.touch(mode=0o644)
+    command = [*mounted, sys.executable, "-c", program, str(secret), str(outside)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[False, True]\n", done.stderr
 
 
 # ── locks ──

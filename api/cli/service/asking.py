@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import typer
 
 from api.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
-from api.cli.output import refuse
+from api.cli.output import advised, refuse
 from api.client.credentials import DEFAULT_SERVER, SERVER_VARIABLE, TOKEN_VARIABLE, KeyringError, find_token
 from api.terminal.screen import complain
 
@@ -109,7 +109,7 @@ def is_loopback(server: str) -> bool:
 
 def _closest_run(run: str, known: Sequence[RunView]) -> str:
     close = difflib.get_close_matches(run, [one.id for one in known], n=1)
-    return f"did you mean {close[0]}?" if close else "`asyncdock runs list` shows those that there are"
+    return f"did you mean {close[0]}?" if close else f"`{advised('runs list')}` shows those that there are"
 
 
 def _exit_code(problem: ApiProblem) -> int:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from api.cli.exit_codes import FAILED, NO_READER, OF_STATE
 from api.cli.options import EventsOption, JsonOption, PlainOption, ServerOption, SetOption
-from api.cli.output import local_time, print_json, refuse, table
+from api.cli.output import advised, local_time, print_json, refuse, table
 from api.cli.recipe_files import complete_path
 from api.cli.service.asking import ask, ask_for_completion, ask_here, is_loopback, newest_runs
 from api.client.credentials import DEFAULT_SERVER, TOKEN_VARIABLE, KeyringError, forget, remember
@@ -90,7 +90,7 @@ def list_(
         safe_console().print(runs_table(runs, time.time()))
     else:
         which = " with these filters" if state or name or owner else ""
-        complain(f"No runs{which} at {server}. Start one: asyncdock runs start mock --watch")
+        complain(f"No runs{which} at {server}. Start one: {advised('runs start mock --watch')}")
 
 
 @runs_app.command()
@@ -135,7 +135,7 @@ def start(
     else:
         queued = f"; it is number {view.position} in the queue" if view.position else ""
         write(view.id)
-        complain(f"Started{queued}. Watch it: asyncdock runs watch {view.id}")
+        complain(f"Started{queued}. Watch it: {advised(f'runs watch {view.id}')}")
 
 
 @runs_app.command()
@@ -341,7 +341,7 @@ def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
         try:
             return await watch_run(client, run, screen, json=as_json, plain=plain, say=say)
         except asyncio.CancelledError:
-            again, stop = f"asyncdock runs watch {run}", f"asyncdock runs stop {run}"
+            again, stop = advised(f"runs watch {run}"), advised(f"runs stop {run}")
             complain(f"\nThe run goes on. Watch it again: {again}   Stop it: {stop}")
             raise
 
@@ -350,7 +350,7 @@ def _watch(server: str, run: str, *, as_json: bool, plain: bool) -> NoReturn:
         reason = f" ({view.reason})" if view.reason else ""
         screen.print(f"{view.id}: {view.state}{reason}", markup=False, highlight=False, soft_wrap=True)
     if view.state == "failed":
-        complain(f"See the logs of its workers: asyncdock runs logs {view.id}")
+        complain(f"See the logs of its workers: {advised(f'runs logs {view.id}')}")
     raise typer.Exit(OF_STATE[view.state])
 
 

@@ -13,7 +13,7 @@ import typer
 
 from api.cli.exit_codes import FAILED, NO_SERVICE
 from api.cli.options import IndexOption, JsonOption
-from api.cli.output import local_time, print_json, refuse, table
+from api.cli.output import advised, local_time, print_json, refuse, table
 from api.terminal.screen import complain, safe_console
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def revoke(
 ) -> None:
     """A token opens nothing any more, at once and for ever."""
     if not _with_tokens(data, index, lambda tokens: tokens.revoke(token)):
-        refuse(f"token: there is none with id {token!r}; see `asyncdock token list`")
+        refuse(f"token: there is none with id {token!r}; see `{advised('token list')}`")
 
 
 def _with_tokens(data: Path | None, index: str, work: Callable[[Tokens], Awaitable[T]]) -> T:

@@ -106,6 +106,14 @@ def test_a_recipe_of_the_service_is_started_with_overrides(service: Service) -> 
     assert json.loads(asyncdock("runs", "start", "mock", "--key", "k", "--json")[1]) == submitted
 
 
+def test_a_container_advises_what_its_host_has(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCDOCK_COMMAND", "docker compose run --rm demo asyncdock")
+    err = asyncdock("runs", "start", "mock")[2]
+    assert err.endswith("Watch it: docker compose run --rm demo asyncdock runs watch scripted-0\n")
+    err = asyncdock("runs", "show", "unknown")[2]
+    assert "`docker compose run --rm demo asyncdock runs list`" in err
+
+
 def test_a_recipe_here_is_sent_whole(service: Service, tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text('[model]\nsource = "mock"\n')
