@@ -7,7 +7,8 @@ module are drawn by ``--seed``, made one by one in a copy of the tree, and the t
 mutation that passes them all survives. No tool for Python changes Lua, and none forks its tests from a process that has
 imported torch, without which most of the time would go into imports.
 
-With ``--json FILE`` results are kept, and a later call with the same file goes on; ``--seconds`` ends a call early.
+With ``--json FILE`` results are kept, and a later call with the same file goes on; ``--seconds`` ends a call early, and
+``--sample 0`` prints what the file has.
 """
 
 from __future__ import annotations
@@ -92,6 +93,23 @@ TESTS: dict[str, tuple[str, ...]] = {
     "api/server/access/tokens.py": ACCESS,
     "api/server/access/sessions.py": (*ACCESS, "api/test_values.py"),
     "api/server/access/submission_policy.py": ACCESS,
+}
+
+AREAS = {
+    "gate": ("stages/gate.py", "pipeline/pacing.py", "pipeline/staleness.py"),
+    "claims": ("pipeline/index/claims.py", "pipeline/index/lua/claims.lua", "pipeline/index/lua/groups.lua"),
+    "ledger": (
+        "pipeline/index/client.py",
+        "pipeline/index/training.py",
+        *(f"pipeline/index/lua/{name}.lua" for name in ("training", "runs", "prompts")),
+    ),
+    "room": tuple(f"pipeline/index/lua/{name}.lua" for name in ("arrays", "blocks", "ranges", "warehouses")),
+    "wire": ("pipeline/index/address.py", "pipeline/warehouse/wire/"),
+    "credit and loss": ("stages/algorithms/",),
+    "packing": ("stages/engines/",),
+    "resharding": ("stages/resharding/",),
+    "checkpoint": ("orchestration/run/checkpoint.py",),
+    "access": ("api/server/access/",),
 }
 
 SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "/", "/": "*"}
@@ -259,12 +277,13 @@ def tried(
 
 
 def shown(results: list[Result]) -> str:
-    """A table by module, and the mutations that survived."""
+    """Tables by module and by area, and the mutations that survived."""
     lines = [f"{'module':50} tried  survived"]
-    for module in sorted({result.module for result in results}):
-        of = [result for result in results if result.module == module]
-        lines.append(f"{module:50} {len(of):5}  {sum(result.survived for result in of):8}")
-    lines.append(f"{'all':50} {len(results):5}  {sum(result.survived for result in results):8}")
+    modules = sorted({result.module for result in results})
+    for name, parts in [*((module, (module,)) for module in modules), *AREAS.items(), ("all", ("",))]:
+        survived = [result.survived for result in results if result.module.startswith(parts)]
+        if survived:
+            lines.append(f"{name:50} {len(survived):5}  {sum(survived):8}")
     for result in results:
         if result.survived:
             lines.append(f"\n{result.module}:{result.line}\n  - {result.before}\n  + {result.after}")

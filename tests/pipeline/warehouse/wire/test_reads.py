@@ -111,6 +111,19 @@ async def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, arena: Are
         await warehouse.close()
 
 
+@pytest.mark.parametrize("count", [31, 32, 60])
+async def test_a_schema_may_have_more_columns_than_a_word_has_bits(count: int, arena: Arena) -> None:
+    schema = Schema([Column.scalar(f"c{number}", torch.int64) for number in range(count)], most=count)
+    rows = {f"c{number}": torch.tensor([number, -number]) for number in range(count)}
+    async with WarehouseServer(arena, schema, secret=SECRET) as server:
+        warehouse = remote(server, schema)
+        await warehouse.write(64, 9, pack(schema, rows))
+        found = await warehouse.read(*places(9, 64, [1, 0]), list(rows))
+        values = {name: packed.values.tolist() for name, packed in found.items()}
+        assert values == {f"c{number}": [-number, number] for number in range(count)}
+        await warehouse.close()
+
+
 async def test_no_rows_and_no_columns_are_answered_without_the_network() -> None:
     warehouse = remote(("203.0.113.1", 9), timeout=0.1)
     none = np.empty(0, np.int64)
