@@ -256,6 +256,7 @@ def _vllm_rollout(
         initial_version=version,
         adapters=recipe.adapters,
         first=first,
+        sampled=_known_vocabulary(recipe),
         **options,
     )
 
