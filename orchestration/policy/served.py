@@ -141,8 +141,11 @@ class Policies:
 
 async def _policy(recipe: Recipe, secret: bytes, stack: contextlib.AsyncExitStack) -> ServedPolicy:
     """Returns the policy of ``recipe``, whose engines ``stack`` closes, with an engine that has a device for itself, and the
-    filters that a request may ask for. ``secret``: of the run."""
+    filters that a request may ask for. Tokens that pad the embedding are not sampled, unless the recipe says that they are.
+    ``secret``: of the run."""
     launch = recipe.launch.model_copy(update={"placement": "separate"})
+    if recipe.model.vocabulary == "auto":
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocabulary": "tokenizer"})})
     rollout = recipe.rollout.model_copy(update={"top_p": min(recipe.rollout.top_p, 0.99)})
     recipe = recipe.model_copy(update={"launch": launch, "rollout": rollout})
     engines = PolicyEngines(

@@ -258,6 +258,7 @@ def _vllm_rollout(
         initial_version=version,
         adapters=recipe.adapters,
         first=first,
+        sampled=_known_vocabulary(recipe),
         **options,
     )
 

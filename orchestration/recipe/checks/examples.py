@@ -199,10 +199,14 @@ def _template_problem(recipe: Recipe, key: str, text: str) -> Problem:
     return problem(recipe, key, *split_fix(text))
 
 
-@machine_check("model.source", "model.vocabulary", "rollout.engine")
+@machine_check("model.source", "model.vocabulary", "rollout.engine", "rollout.top_k", "rollout.top_p")
 def padding_can_be_masked(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    """Of the rollout engines the torch one leaves out tokens that the tokenizer does not have."""
-    if recipe.model.vocabulary != "tokenizer" or recipe.rollout.engine in ("torch", "mock"):
+    """The torch engine leaves out tokens that the tokenizer does not have. So does vLLM, but not of the logprobs that it
+    gives with top-k or top-p."""
+    rollout = recipe.rollout
+    unfiltered = not rollout.top_k and rollout.top_p == 1
+    can_mask = rollout.engine in ("torch", "mock") or (rollout.engine == "vllm" and unfiltered)
+    if recipe.model.vocabulary != "tokenizer" or can_mask:
         return
     tokens, rows = tokens_of(recipe.model.source), vocabulary_of(recipe)
     if rows is not None and tokens is not None and tokens < rows:

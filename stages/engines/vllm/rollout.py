@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -60,7 +61,8 @@ class VllmRolloutEngine:
     ``max_model_len``: tokens of prompt and response together (None: the model's limit). ``block_size``: tokens of a KV
     block; rows of a group share whole blocks of their prompt (None: vLLM's default, 128 on the CPU). ``threads``: CPU
     threads. ``transfer_timeout``: seconds for new weights to reach vLLM's workers. ``adapters``: the weights that the engine
-    takes are those of adapters on the model, ``first`` of them at its start (None: zeros).
+    takes are those of adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``: tokens from this
+    number on, which pad the head, are never sampled; logprobs are those of the others alone, but with ``filters``.
 
     Raises ``EngineMissing``, and what vLLM raises for a model that it cannot serve.
     """
@@ -86,6 +88,7 @@ class VllmRolloutEngine:
         initial_version: int = 0,
         adapters: AdapterOptions | None = None,
         first: Mapping[str, torch.Tensor] | None = None,
+        sampled: int | None = None,
     ) -> None:
         self._vllm = import_vllm()
         self._filters, self._pause, self._rebuild = filters, pause, kv_cache == "rebuild"
@@ -121,6 +124,8 @@ class VllmRolloutEngine:
             self._llm = self._vllm.AsyncLLM.from_engine_args(arguments)
         self._context = self._llm.model_config.max_model_len
         self._vocabulary = self._llm.model_config.get_vocab_size()
+        self._sampled = sampled
+        self._never = dict.fromkeys(range(sampled or self._vocabulary, self._vocabulary), -math.inf)
 
     @property
     def version(self) -> int:
@@ -158,7 +163,7 @@ class VllmRolloutEngine:
             return responses
         for request in requests:
             for place in request.places:
-                row = VllmRow(request, place, responses, alternatives)
+                row = VllmRow(request, place, responses, alternatives, self._sampled)
                 self._rows[row] = task = asyncio.create_task(self._complete(row))
                 task.add_done_callback(partial(self._forget, row))  # also when it is cancelled before it runs
         return responses
@@ -269,7 +274,7 @@ class VllmRolloutEngine:
         row.request_id = f"{row.request.group}-{row.place}-{next(self._numbers)}"
         version = self._version
         prompt = {"prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens, "cache_salt": str(version)}
-        asked = (prompt, sampling_params(self._vllm, row), row.request_id)
+        asked = (prompt, sampling_params(self._vllm, row, self._never), row.request_id)
         async with aclosing(self._llm.generate(*asked, lora_request=self._weights.request)) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]

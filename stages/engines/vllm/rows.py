@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +15,18 @@ from stages.engines.responses import ResponseInProgress, Responses
 
 class VllmRow(ResponseInProgress):
     """One response in progress: the tokens that vLLM has made of it, and the request that makes the rest. ``alternatives``:
-    to each token of a stream; None: it is no stream."""
+    to each token of a stream; None: it is no stream. ``sampled``: tokens from this number on are none of them."""
 
-    def __init__(self, request: GroupRequest, place: int, responses: Responses, alternatives: int | None) -> None:
+    def __init__(
+        self,
+        request: GroupRequest,
+        place: int,
+        responses: Responses,
+        alternatives: int | None,
+        sampled: int | None = None,
+    ) -> None:
         super().__init__(request, place)
-        self.responses, self.alternatives = responses, alternatives
+        self.responses, self.alternatives, self.sampled = responses, alternatives, sampled
         self.request_id = ""  # of the present vLLM request
         self._undelivered: list[tuple[int, Mapping[int, Any]]] = []  # tokens of a stream, with vLLM's logprobs there
         self.cut = False  # a swap cuts it, if it has a token of this claim
@@ -39,7 +47,9 @@ class VllmRow(ResponseInProgress):
         versions = [version] * len(self._undelivered) if version is not None else versions[-len(self._undelivered) :]
         for (token, position), made_by in zip(self._undelivered, versions, strict=False):
             likeliest = sorted(position, key=lambda other: position[other].rank)[: self.alternatives]
-            others = tuple((other, position[other].logprob) for other in likeliest)
+            others = tuple(
+                (other, position[other].logprob) for other in likeliest if other < (self.sampled or math.inf)
+            )
             self.responses.put(Token(self.request.group, self.place, token, position[token].logprob, made_by, others))
         if versions:
             self._undelivered.clear()
@@ -75,8 +85,8 @@ def check_request(
         raise ValueError(f"{where}{params}; an engine made with filters=True gives logprobs at temperature 0 or 1")
 
 
-def sampling_params(vllm: Any, row: VllmRow) -> Any:
-    """Returns vLLM's ``SamplingParams`` for the rest of ``row``."""
+def sampling_params(vllm: Any, row: VllmRow, never: Mapping[int, float] | None = None) -> Any:
+    """Returns vLLM's ``SamplingParams`` for the rest of ``row``. ``never``: the bias of tokens that are not sampled."""
     params, begun = row.request.params, len(row.tokens)
     return vllm.SamplingParams(
         max_tokens=row.limit - begun,
@@ -91,6 +101,7 @@ def sampling_params(vllm: Any, row: VllmRow) -> Any:
         spaces_between_special_tokens=False,
         seed=seed_of(row.request.seed, row.place, begun),
         logprobs=row.alternatives or 0,  # beside that of the sampled token
+        logit_bias=never or None,
         output_kind=vllm.RequestOutputKind.DELTA,
     )
 

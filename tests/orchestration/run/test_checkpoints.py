@@ -48,6 +48,43 @@ def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "none") is None
 
 
+DAMAGED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"text"',
+    b"{}",
+    b'{"version": "x", "counters": {}, "remake": []}',
+    b"\xff\xfe\x00",
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_one_that_is_damaged_is_left_out_and_named(text: bytes, tmp_path: Path) -> None:
+    for version in (3, 5, 8):
+        written(tmp_path, version)
+    (tmp_path / "step-00000005" / "run.json").write_bytes(text)
+    assert [found.version for found in checkpoint.readable(tmp_path)] == [3, 8]
+    (tmp_path / "step-00000008" / "run.json").write_bytes(text)
+    with pytest.raises(checkpoint.CheckpointUnusable, match=r"step-00000008/run\.json is damaged .* remove the folder"):
+        checkpoint.latest(tmp_path)
+
+
+def test_one_that_is_removed_while_others_are_read_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (3, 5, 8):
+        written(tmp_path, version)
+    opened = checkpoint.open_checkpoint
+
+    def late(path: Path) -> checkpoint.Checkpoint:
+        if path.name == "step-00000003":
+            shutil.rmtree(path.with_name("step-00000005"))
+        return opened(path)
+
+    monkeypatch.setattr(checkpoint, "open_checkpoint", late)
+    assert [found.version for found in checkpoint.readable(tmp_path)] == [3, 8]
+
+
 class Wrapped(Exception):
     """As torch wraps what the ranks have raised."""
 

@@ -4,7 +4,9 @@ training alike. The right values are transformers' logits in float64, their soft
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +26,11 @@ from orchestration.run.engines import (
     unpadded_vocabulary,
 )
 from stages.engines.protocols import GroupRequest, SamplingParams
+from stages.engines.responses import Responses
 from stages.engines.torch import token_logprobs
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.token_logprobs import TokenLogprobs
+from stages.engines.vllm.rows import VllmRow, sampling_params
 from stages.models import load_model
 from tests.batches import make_batch
 from tests.orchestration.runs import TINY
@@ -197,9 +201,36 @@ def test_what_an_engine_cannot_leave_out_is_said(padded: Path) -> None:
     assert not recipe.masks_padding
     notices = [str(notice) for notice in notices_of(recipe)]
     assert any("samples of all 64 tokens of the model, 15 of which its tokenizer does not have" in n for n in notices)
-    (found,) = padding_can_be_masked(by_vllm(vocabulary="tokenizer"), None)  # type: ignore[arg-type]
+    masked = by_vllm(vocabulary="tokenizer")
+    assert not list(padding_can_be_masked(masked, None))  # type: ignore[arg-type]
+    filtered = masked.model_copy(update={"rollout": masked.rollout.model_copy(update={"top_k": 5})})
+    (found,) = padding_can_be_masked(filtered, None)  # type: ignore[arg-type]
     assert "leaves out 15 tokens, which rollout.engine = 'vllm' samples" in str(found)
     own = recipe_of(padded)
     assert own.masks_padding
     given = own.model_copy(update={"prompts": own.prompts.model_copy(update={"responses": ["answer"]})})
     assert not given.masks_padding, "nothing is sampled: a loss as others have it"
+
+
+def test_vllm_is_told_which_tokens_it_never_samples() -> None:
+    """What it then computes is not tested here: no vLLM is installed."""
+    asked: dict[str, Any] = {}
+
+    class Vllm:
+        RequestOutputKind = SimpleNamespace(DELTA="delta")
+
+        @staticmethod
+        def SamplingParams(**options: Any) -> None:
+            asked.update(options)
+
+    request = GroupRequest(0, (0,), torch.tensor([1]), SamplingParams(4), 0)
+    row = VllmRow(request, 0, Responses(1, lambda _: None), 3, sampled=6)
+    sampling_params(Vllm, row, dict.fromkeys(range(6, 9), -math.inf))
+    assert asked["logit_bias"] == {6: -math.inf, 7: -math.inf, 8: -math.inf}
+    sampling_params(Vllm, row, {})
+    assert asked["logit_bias"] is None
+    logprobs = {
+        token: SimpleNamespace(rank=rank, logprob=-float(rank)) for rank, token in enumerate([7, 2, 5], start=1)
+    }
+    row.add(SimpleNamespace(token_ids=[2], logprobs=[logprobs], weight_versions=[]), 0)
+    assert row.responses.queue.get_nowait().alternatives == ((2, -2.0), (5, -3.0))  # type: ignore[union-attr]
