@@ -17,7 +17,7 @@ import structlog
 from orchestration.policy.engines import PolicyEngines, keep_share
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
 from orchestration.recipe.schema import Recipe
-from orchestration.run.checkpoint import latest, open_checkpoint, whole
+from orchestration.run.checkpoint import latest, usable
 from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of, weight_reader
 from orchestration.run.paths import RunPaths
 from pipeline.events import ENDED
@@ -170,8 +170,8 @@ class _Follower:
     async def begin(self, version: int | None) -> None:
         """Open ``version``; None: the newest checkpoint, and the newest version after it. Raises PolicyUnknown."""
         await self._look()
-        paths = await asyncio.to_thread(whole, self._checkpoints)
-        known = {found.version: found.model for found in map(open_checkpoint, paths)}
+        checkpoints = await asyncio.to_thread(lambda: list(usable(self._checkpoints)))
+        known = {found.version: found.model for found in checkpoints}
         wanted = max(known, default=0) if version is None else version
         if wanted in known or wanted == 0:
             await self._engines.open(wanted, known.get(wanted))

@@ -6,6 +6,7 @@ request ──▶ token, validation ──▶ is there such a model? ──▶ t
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -17,7 +18,7 @@ from api.server.operations import operation, while_wanted
 from api.server.problems import HTTPProblem
 from api.server.service import Service
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
-from orchestration.run.checkpoint import open_checkpoint, whole
+from orchestration.run.checkpoint import Checkpoint, usable
 from orchestration.service.registry import UnknownRun
 
 MOST_RUNS = 100  # that are listed, the newest
@@ -36,11 +37,15 @@ async def list_models(service: Service) -> ModelsView:
     records, _ = await service.registry.list(limit=MOST_RUNS)
     for record in records:
         if record.started is not None:
-            paths = await asyncio.to_thread(whole, service.folder(record) / "checkpoints")
-            checkpoints = await asyncio.to_thread(list, map(open_checkpoint, paths))
+            folder = service.folder(record) / "checkpoints"
+            checkpoints = await asyncio.to_thread(_usable, folder)
             names = [record.id, *(f"{record.id}@{checkpoint.version}" for checkpoint in checkpoints)]
             found += [_model(name, record.created, record.owner) for name in names]
     return ModelsView(data=found)
+
+
+def _usable(folder: Path) -> list[Checkpoint]:
+    return list(usable(folder))
 
 
 @operation("GET", "/v1/models/{model}", scope="read", summary="A policy", tag="policies", errors=(404,))
