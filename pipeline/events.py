@@ -10,6 +10,7 @@ A number that is not finite is null in JSON, so a decoded measurement may be Non
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -357,6 +358,17 @@ class Event:
         """The payload as a dataclass; None for a kind that this version does not know."""
         kind = EVENTS.get(self.kind)
         return None if kind is None else kind.of(self.data)
+
+
+def next_id(last: str) -> str:
+    """An id of this moment that is greater than ``last``, as the index's server gives them.
+
+    >>> next_id("99999999999999-7")
+    '99999999999999-8'
+    """
+    milliseconds, number = order(last)
+    now = int(time.time() * 1000)
+    return f"{now}-0" if now > milliseconds else f"{milliseconds}-{number + 1}"
 
 
 def order(event_id: str) -> tuple[int, int]:

@@ -123,7 +123,7 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
     from api.telemetry.progress import Progress
     from orchestration import logs
     from orchestration.events_file import METRICS, MetricsFile
-    from pipeline.events import Event
+    from pipeline.events import Event, next_id
 
     of, log_file = run.recipe, run.out_dir / "logs" / RUN_LOG
     keep_errors_in(log_file)
@@ -133,6 +133,7 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
         # After the view has begun: a live view prints standard error above itself.
         logs.configure(errors=run.out_dir / "logs" / ERRORS)
         metrics = stack.enter_context(MetricsFile(run.out_dir / METRICS))
+        run.last_event = metrics.last  # also of events that are removed: who has seen them goes on after their ids
         run.evaluated = metrics.rewind(run.begins)
         reader = Reader(log_file)
 
@@ -154,9 +155,8 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
 
         outcome = await execute(run, follow, say)
         if outcome is not None and not progress.ended:  # the index did not record the end
-            now = time.time()
             ended = {"state": outcome.state, "reason": outcome.reason}
-            show_event(Event(f"{int(now * 1000)}-0", now, "state", ended))
+            show_event(Event(next_id(metrics.last), time.time(), "state", ended))
         return outcome
 
 

@@ -7,6 +7,7 @@
     deploy         the policy of a run on Ray Serve (api.cli.service.deploy)
     runs, login    the runs of a service, over REST (api.cli.service.runs)
     why            what a run waits for at this moment (api.cli.service.why)
+    checkpoint     whether checkpoints are as they were written (api.cli.folder.checkpoint)
     dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
     pairs          preference pairs of a run's samples (api.cli.pairs)
 
@@ -33,6 +34,7 @@ from rich.table import Table
 from api.cli.dock import dock_app
 from api.cli.error_log import errors_in_words
 from api.cli.exit_codes import FAILED, FINISHED
+from api.cli.folder.checkpoint import checkpoint_app
 from api.cli.local_run import create_and_show, fork_server, new_folder, original_folder
 from api.cli.options import EventsOption, FromOption, JsonOption, PlainOption, SetOption
 from api.cli.output import print_json, refuse
@@ -252,6 +254,7 @@ app.command("deploy")(deploy_command)
 app.command("host")(host_command)
 app.command("pairs")(pairs_command)
 app.command("track")(track_command)
+app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(dock_app, name="dock")
 app.add_typer(runs_app, name="runs")
 app.add_typer(token_app, name="token")

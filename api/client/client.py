@@ -112,11 +112,16 @@ class Client(Transport):
         """Ask that no more samples begin; those in flight are completed. Does nothing to a paused run."""
         return await self._post(RunView, self._run(run, "pause"))
 
-    async def resume(self, run: str, overrides: Mapping[str, Any] | None = None) -> RunView:
+    async def resume(
+        self, run: str, overrides: Mapping[str, Any] | None = None, *, start_version: int | None = None
+    ) -> RunView:
         """Let a paused run continue, or an ended one from its newest checkpoint, by way of the queue. ``overrides``, by
-        dotted key, change the recipe of an ended one for good."""
-        body = {"overrides": dict(overrides)} if overrides else None
-        return await self._post(RunView, self._run(run, "resume"), body)
+        dotted key, change the recipe of an ended one for good. ``start_version``: of the checkpoint to go on from; newer
+        ones are set aside."""
+        body: dict[str, Any] = {"overrides": dict(overrides)} if overrides else {}
+        if start_version is not None:
+            body["start_version"] = start_version
+        return await self._post(RunView, self._run(run, "resume"), body or None)
 
     async def stop(self, run: str) -> RunView:
         """Ask for a clean end, with a checkpoint. A run that still waits in the queue stops at once."""

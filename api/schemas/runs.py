@@ -103,6 +103,12 @@ class Resumption(Strict):
     """How a run goes on."""
 
     overrides: Overrides = {}
+    start_version: int | None = Field(
+        None,
+        ge=0,
+        description="Of an ended run: go on from its checkpoint of this version (0: from the beginning), and set newer ones "
+        "aside. Default: from the newest.",
+    )
 
 
 class WhatIf(Strict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +125,22 @@ def parse_recipe(
     return recipe
 
 
-def change_recipe(recipe: Recipe, overrides: Sequence[str], *, runs: bool = False) -> Recipe:
+def change_recipe(
+    recipe: Recipe, overrides: Sequence[str], *, runs: bool = False, free: Collection[str] = ()
+) -> Recipe:
     """Return ``recipe`` with ``overrides``, for a run that goes on. ``runs``: it listens on its addresses already. Raises
-    :class:`RecipeError`, also for keys in :data:`FIXED`."""
+    :class:`RecipeError`, also for keys in :data:`FIXED` that are not in ``free``."""
     before = json.loads(recipe.to_json())
     data = copy.deepcopy(before)
     problems = _override_all(data, overrides)
-    return parse_recipe(data, where=recipe.name, problems=[*problems, *fixed_problems(before, data)], runs=runs)
+    problems += [problem for problem in fixed_problems(before, data) if problem.key not in free]
+    return parse_recipe(data, where=recipe.name, problems=problems, runs=runs)
+
+
+def overridden(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of ``overrides``, ``section.key=value`` each, by key."""
+    parts = [text.partition("=") for text in overrides]
+    return {key.strip(): toml_value(value) for key, equals, value in parts if equals}
 
 
 def compare_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:

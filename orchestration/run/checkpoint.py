@@ -437,7 +437,8 @@ def latest_of_run(directory: Path, known: int, url: str = "", parts: Sequence[st
         here = f"none newer than that of version {found.version}" if found else "none"
         raise CheckpointMissing(
             f"checkpoint: the run's newest is of version {known}, and this node ({platform.node()}) has {here} below "
-            f"{directory}; set checkpoint.url, mount the run's folder here at the same path, or copy the checkpoint there"
+            f"{directory}; set checkpoint.url, mount the run's folder here at the same path, or copy the checkpoint there; "
+            "or resume the run with --from and the version of an older one (0: from the beginning)"
         )
     return found
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 RECIPE = "recipe.json"  # in the run's folder; private, because its index's URL may hold a password
+FIRST_ID = "first-id"  # there, too: the id of the run that began in it, by which checkpoint.url has a folder for it
 HOST_VARIABLE = "ASYNCDOCK_HOST"  # in a worker's environment: its warehouse and its folders on its host
 
 

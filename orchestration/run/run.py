@@ -41,7 +41,7 @@ from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import assign, on_this_node
 from orchestration.recipe.flow import flow_of
-from orchestration.recipe.load import change_recipe
+from orchestration.recipe.load import change_recipe, overridden
 from orchestration.recipe.planner import notices_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import LaunchSection
@@ -50,8 +50,9 @@ from orchestration.run.checkpoint import Checkpoint
 from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import HEADS_INDEX, REWINDS, InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
 from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
-from orchestration.run.paths import RECIPE, RunPaths
-from orchestration.run.storage.recorded import set_newer_aside, start_of
+from orchestration.run.paths import FIRST_ID, RECIPE, RunPaths
+from orchestration.run.storage import base_models
+from orchestration.run.storage.recorded import set_newer_aside, start_of, store_url
 from orchestration.run.supervisor import REWIND, Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import CHECKPOINT_REPORTED, LIVE
@@ -67,9 +68,6 @@ from stages.threads import run_in_thread
 
 log = structlog.get_logger()
 
-FIRST_ID = (
-    "first-id"  # in the run's folder: the id of the run that began in it, by which checkpoint.url has a folder for it
-)
 BEGUN_IN = "begun-in"  # in the run's folder: the working directory of its command, for modules that the recipe names
 READERS_SECONDS = 10.0  # how long the index stays up for readers that have not reached the end
 HOSTS_SECONDS = 10.0  # how long the index stays up for hosts that have not seen the end
@@ -112,6 +110,7 @@ class Run:
         self.evaluated: int | None = (
             None  # the newest version that was, of a resumed run; None: the one before its start
         )
+        self.last_event = "0"  # the id after which those of its events begin
         self.joining = ""  # the command by which another machine joins it as a host, once that is known
         self._index: Index | None = None
         self._hosts = RayHosts(recipe, self.out_dir) if recipe.launch.on_cluster else None
@@ -154,9 +153,11 @@ class Run:
         lock = lock_run(out_dir)
         try:
             _refuse_hosted(out_dir)
+            free = base_models.moved(recipe, overridden(overrides), out_dir)
+            base_models.refuse_missing(recipe, out_dir, free)
             if overrides:
-                recipe = change_recipe(recipe, overrides).with_absolute_paths()
-            url = _store_url(recipe, out_dir)
+                recipe = change_recipe(recipe, overrides, free=free).with_absolute_paths()
+            url = store_url(recipe, out_dir)
             start = start_of(out_dir, url, recipe.train.steps, start_version)
             if start_version is not None:
                 set_newer_aside(out_dir, url, start_version)
@@ -172,7 +173,7 @@ class Run:
         """Returns the run ``run`` of a service, which another runner may have begun in ``out_dir``."""
         out_dir.mkdir(parents=True, exist_ok=True)
         write_private(out_dir / RECIPE, recipe.to_json())
-        start = checkpoint.newest(out_dir / "checkpoints", _store_url(recipe, out_dir, run))
+        start = checkpoint.newest(out_dir / "checkpoints", store_url(recipe, out_dir, run))
         return cls(recipe, out_dir, start, hosted=run)
 
     async def host(self, url: str, stop: asyncio.Event | None = None) -> Outcome:
@@ -339,14 +340,16 @@ class Run:
     async def _prepare(self, index: Index) -> None:
         # It imports torch, for seconds in which the loop would hear no signal.
         await run_in_thread(lambda: importlib.import_module("pipeline.columns"), "imports")
-        self._store_url = _store_url(self.recipe, self.out_dir, self.id)
+        self._store_url = store_url(self.recipe, self.out_dir, self.id)
         if self._store_url:
+            (self.out_dir / FIRST_ID).write_text(self._store_url.rpartition("/")[2])
             await asyncio.to_thread(_prepare_store, self._store_url, self.start, self.recipe.checkpoint.keep)
         flow = flow_of(self.recipe)
         config = flow.config(self.recipe.staleness_plan, self.recipe.algorithm.max_dropped)
         counters, remake, rates = {"published": 0, "trained": 0, "admitted": 0}, list[int](), ""
         if self.start is not None:
             counters, remake, rates = self.start.counters, self.start.remake, self.start.rates
+        await index.continue_events(self.last_event)
         begun = not await index.init(config, counters, remake, rates)
         if not begun:
             await index.put(SCALE, "")  # of the run that this one resumes
@@ -373,6 +376,7 @@ class Run:
             await index.put_once(EVALUATED, str(newest))
             shutil.rmtree(self.shared, ignore_errors=True)
             self.shared.mkdir(parents=True, mode=0o700)
+        base_models.record_beside(self.recipe, self.out_dir)
         place = RunPaths(self.out_dir, self.shared, self.start.path if self.start else None, self._store_url)
         await index.put("recipe", self.recipe.to_json())
         await index.put("flow", json.dumps(document(flow)))
@@ -400,18 +404,6 @@ def _joining_command(join: str, token: str, run: str, workers: int) -> str:
     assigned = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     several = ["--workers", str(workers)] if workers > 1 else []
     return " ".join([*assigned, "asyncdock host --run", run, *several])
-
-
-def _store_url(recipe: Recipe, out_dir: Path, run: str = "") -> str:
-    """Returns where the checkpoints of the run in ``out_dir`` are copied to; "" when they are not. The folder there has the
-    id of the first run in ``out_dir``: that is ``run`` where none is known yet, and "" is returned without both."""
-    if not recipe.checkpoint.url:
-        return ""
-    with contextlib.suppress(FileNotFoundError):
-        run = (out_dir / FIRST_ID).read_text()
-    if run:
-        (out_dir / FIRST_ID).write_text(run)
-    return f"{recipe.checkpoint.url.rstrip('/')}/{run}" if run else ""
 
 
 def _prepare_store(url: str, start: Checkpoint | None, keep: int) -> None:

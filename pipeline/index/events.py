@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 from redis.exceptions import ResponseError
 
-from pipeline.events import Event, EventData
+from pipeline.events import Event, EventData, order
 from pipeline.index.calls import Calls
 from pipeline.index.errors import IndexRefused
 
@@ -24,6 +24,16 @@ class Events(Calls):
         """Append ``event``, with the time of this moment."""
         fields = {"kind": event.kind, **stamped(event)}
         await self._redis.xadd(f"{self.prefix}events", fields, maxlen=EVENTS_KEPT, approximate=True)
+
+    async def continue_events(self, after: str) -> None:
+        """Give the events that follow greater ids than ``after``, also where the clock is behind it: the server counts on
+        from the greatest id that a stream has had. Does nothing where the stream is there already."""
+        key = f"{self.prefix}events"
+        if order(after) <= (0, 0) or await self._redis.exists(key):
+            return
+        milliseconds, number = order(after)
+        placed = f"{milliseconds}-{number}"
+        await self._link.send_all([("MULTI",), ("XADD", key, placed, "-", ""), ("XDEL", key, placed), ("EXEC",)])
 
     async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
         """The next events after id ``after``, waiting for them; empty when none came within ``timeout`` seconds."""

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 import structlog
 import xxhash
@@ -39,15 +40,23 @@ class FileDigest:
     bytes: int
     xxh3: str
 
+    def __str__(self) -> str:
+        return f"xxh3 {self.xxh3} of {self.bytes} bytes"
+
 
 def digest_of(path: Path) -> FileDigest:
     """Read and hash the file ``path``."""
+    with path.open("rb", buffering=0) as file:
+        return hashed(file)
+
+
+def hashed(file: IO[bytes]) -> FileDigest:
+    """Read and hash ``file`` to its end."""
     digest, size = xxhash.xxh3_64(), 0
     chunk = memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            digest.update(chunk[:count])
-            size += count
+    while count := file.readinto(chunk):  # type: ignore[attr-defined]
+        digest.update(chunk[:count])
+        size += count
     return FileDigest(size, digest.hexdigest())
 
 
@@ -73,12 +82,17 @@ def read(folder: Path) -> dict[str, FileDigest] | None:
     """Returns the manifest of the checkpoint in ``folder``; None where it has none. Raises FilesDamaged."""
     path = folder / MANIFEST
     try:
-        files = json.loads(path.read_bytes())["files"]
-        return {name: FileDigest(**digest) for name, digest in files.items()}
+        return parse(path.read_bytes(), path)
     except FileNotFoundError:
         return None
+
+
+def parse(text: bytes, where: object) -> dict[str, FileDigest]:
+    """Returns the manifest ``text``, the file ``where``. Raises FilesDamaged."""
+    try:
+        return {name: FileDigest(**digest) for name, digest in json.loads(text)["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FilesDamaged(f"{path} is damaged: it is no list of digests ({error!r:.200})") from None
+        raise FilesDamaged(f"{where} is damaged: it is no list of digests ({error!r:.200})") from None
 
 
 def damages(folder: Path, manifest: Mapping[str, FileDigest], names: Sequence[str]) -> Iterator[str]:

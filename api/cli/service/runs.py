@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api.cli.exit_codes import FAILED, NO_READER, OF_STATE
-from api.cli.options import EventsOption, JsonOption, PlainOption, ServerOption, SetOption
+from api.cli.options import EventsOption, FromOption, JsonOption, PlainOption, ServerOption, SetOption
 from api.cli.output import advised, local_time, print_json, refuse, table
 from api.cli.recipe_files import complete_path
 from api.cli.service.asking import ask, ask_for_completion, ask_here, is_loopback, newest_runs
@@ -165,12 +165,16 @@ def pause(run: LiveArgument, as_json: JsonOption = False, server: ServerOption =
 
 @runs_app.command()
 def resume(
-    run: LiveArgument, set_: SetOption = None, as_json: JsonOption = False, server: ServerOption = DEFAULT_SERVER
+    run: LiveArgument,
+    set_: SetOption = None,
+    start_version: FromOption = None,
+    as_json: JsonOption = False,
+    server: ServerOption = DEFAULT_SERVER,
 ) -> None:
     """Go on after a pause; or, when it has ended, from its newest checkpoint, with the keys that --set changes."""
     overrides = _overrides(set_ or [])
-    here = None if overrides else _active("resume")
-    _request(run, server, as_json, here, lambda client: client.resume(run, overrides))
+    here = None if overrides or start_version is not None else _active("resume")
+    _request(run, server, as_json, here, lambda client: client.resume(run, overrides, start_version=start_version))
 
 
 @runs_app.command()

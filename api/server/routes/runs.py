@@ -49,7 +49,10 @@ from orchestration.elastic.scale import overrides_of, request_scale
 from orchestration.guard.waiting import waiting_chain
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
-from orchestration.service.registry import RunRecord
+from orchestration.run.lock import RunError
+from orchestration.run.storage import recorded
+from orchestration.run.storage.recorded import store_url
+from orchestration.service.registry import CHECKPOINT_REPORTED, RunRecord
 from orchestration.simulation.recorded import NotMeasured
 from orchestration.simulation.search import what_if
 from pipeline.events import ENDED
@@ -116,6 +119,15 @@ async def resume_run(service: Service, request: web.Request, path: RunPath, body
     with the `overrides`, which change its recipe for good, and a finished one with more `train.steps`. What may not change
     says why. Harmless when it is running, or waits, with this recipe already."""
     record = await service.registry.get(path.run)
+    if record.state not in ENDED and body.start_version is not None:
+        raise HTTPProblem(
+            409,
+            f"run {record.id!r} is {record.state}; where it goes on from can be said when it has ended",
+            kind="wrong-state",
+            field="start_version",
+            value=body.start_version,
+            fix="stop it first",
+        )
     if record.state not in ENDED and not body.overrides:
         return await _view(service, await service.registry.ask(path.run, "resume"))
     given = {"recipe": record.recipe, "overrides": body.overrides}
@@ -126,12 +138,35 @@ async def resume_run(service: Service, request: web.Request, path: RunPath, body
             fix = "stop it first; it goes on from its last step"
             raise HTTPProblem(409, detail, kind="wrong-state", field="overrides", value=body.overrides, fix=fix)
         return await _view(service, await service.registry.ask(path.run, "resume"))
-    made = await asyncio.to_thread(checkpoint.latest, service.folder(record) / "checkpoints")
+    made = await asyncio.to_thread(_start, service.folder(record), recipe, body.start_version)
     if made is not None and (done := made.nothing_left(steps := recipe.train.steps)):
         detail, fix = f"run {record.id!r} {done}", "for more, override train.steps"
         raise HTTPProblem(409, detail, kind="nothing-left", field="train.steps", value=steps, fix=fix)
     await _refuse_full_queue(service)
+    if body.start_version is not None:
+        await asyncio.to_thread(_set_newer_aside, service.folder(record), recipe, body.start_version)
+        await service.index(record.id).put(CHECKPOINT_REPORTED, str(body.start_version))
     return await _view(service, await service.registry.reopen(record, recipe))
+
+
+def _start(folder: Path, recipe: Recipe, version: int | None) -> checkpoint.Checkpoint | None:
+    """Return the checkpoint that the run in ``folder`` goes on from."""
+    try:
+        if version is None:
+            return checkpoint.latest(folder / "checkpoints")
+        return recorded.of_version(folder / "checkpoints", store_url(recipe, folder), version)
+    except RunError as unknown:
+        fix = "give a version of GET /v1/runs/{run}/checkpoints"
+        raise HTTPProblem(
+            409, str(unknown), kind="no-checkpoint", field="start_version", value=version, fix=fix
+        ) from None
+    except checkpoint.CheckpointUnusable as damaged:
+        fix = "go on from an older one, by start_version"
+        raise HTTPProblem(409, str(damaged), kind="checkpoint-damaged", fix=fix) from None
+
+
+def _set_newer_aside(folder: Path, recipe: Recipe, version: int) -> None:
+    recorded.set_newer_aside(folder, store_url(recipe, folder), version)
 
 
 @operation("POST", f"{RUN}/stop", summary="It stops", **_asking)
@@ -298,12 +333,12 @@ def _hosts(status: RunStatus) -> Iterator[Host]:
 
 def _checkpoint(found: checkpoint.Checkpoint) -> CheckpointView | None:
     """Return None when it is removed while it is read: a run keeps only the newest ones."""
-    step = found.path
     try:
-        size = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
-        return CheckpointView(version=found.version, path=str(step), time=step.stat().st_mtime, bytes=size)
+        size = sum(file.stat().st_size for file in found.path.rglob("*") if file.is_file())
+        time = found.path.stat().st_mtime
     except FileNotFoundError:
         return None
+    return CheckpointView(version=found.version, path=str(found.path), time=time, bytes=size)
 
 
 def _log_files(folder: Path) -> dict[str, Path]:

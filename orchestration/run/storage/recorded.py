@@ -8,6 +8,7 @@ Nothing is removed because a checkpoint could not be found: it may be on a disk 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import re
@@ -17,9 +18,11 @@ from typing import Any
 import structlog
 
 from orchestration.events_file import METRICS, read_metrics
+from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint, CheckpointUnusable
 from orchestration.run.lock import RunError
+from orchestration.run.paths import FIRST_ID
 from orchestration.run.storage.store import CheckpointStore
 
 INDEX = "index"  # in the run's folder: the folder of the embedded index
@@ -27,6 +30,16 @@ SUMMARY = "summary.json"
 _REPORTED = re.compile(rb"checkpoint:told\r\n\$\d+\r\n(\d+)\r\n")  # as the append-only file has a document
 
 log = structlog.get_logger()
+
+
+def store_url(recipe: Recipe, out: Path, run: str = "") -> str:
+    """Returns where the checkpoints of the run in the folder ``out`` are copied to; "" when they are not. The folder there
+    has the id of the first run in ``out``: that is ``run`` where none is known yet, and "" is returned without both."""
+    if not recipe.checkpoint.url:
+        return ""
+    with contextlib.suppress(FileNotFoundError):
+        run = (out / FIRST_ID).read_text()
+    return f"{recipe.checkpoint.url.rstrip('/')}/{run}" if run else ""
 
 
 def recorded_version(out: Path) -> int:
@@ -67,7 +80,7 @@ def start_of(out: Path, url: str, steps: int, wanted: int | None = None) -> Chec
             f"run: {folder} is a link to {folder.readlink()}, which is not there; mount its disk, or put the folder back"
         )
     try:
-        start = checkpoint.newest(folder, url) if wanted is None else _of_version(folder, url, wanted)
+        start = checkpoint.newest(folder, url) if wanted is None else of_version(folder, url, wanted)
         if wanted is None:
             _refuse_missing(out, start)
         if start is not None:
@@ -91,7 +104,9 @@ def _refuse_missing(out: Path, start: Checkpoint | None) -> None:
     )
 
 
-def _of_version(folder: Path, url: str, version: int) -> Checkpoint | None:
+def of_version(folder: Path, url: str, version: int) -> Checkpoint | None:
+    """Returns the checkpoint of ``version`` in ``folder``, copied from ``url`` where only that has it; None for version 0.
+    Raises RunError, and CheckpointUnusable."""
     if not version:
         return None
     names = {path.name: path for path in checkpoint.whole(folder)}
@@ -102,9 +117,7 @@ def _of_version(folder: Path, url: str, version: int) -> Checkpoint | None:
         names[name] = store.pull(name, folder)
     if name not in names:
         known = ", ".join(str(checkpoint.version_of(each)) for each in sorted({*names, *remote})) or "none"
-        raise RunError(
-            f"--from = {version}: {folder} has no checkpoint of this version; it has: {known} (0: none of them)"
-        )
+        raise RunError(f"version {version}: {folder} has no checkpoint of it; it has: {known} (0: none of them)")
     return checkpoint.open_checkpoint(names[name])
 
 

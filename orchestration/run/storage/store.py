@@ -26,7 +26,7 @@ import stamina
 
 from orchestration.run.lock import RunError
 from pipeline.locks import locked
-from stages.weights.manifest import MANIFEST, STATE, FilesDamaged, damages
+from stages.weights.manifest import MANIFEST, STATE, FileDigest, FilesDamaged, damages, hashed, parse
 from stages.weights.manifest import read as read_manifest
 
 FILES = "files.json"
@@ -139,6 +139,26 @@ class CheckpointStore:
         digests = read_manifest(partial) or read_manifest(target) or {}
         for wrong in damages(partial, digests, [file for file in files if file in digests]):
             raise FilesDamaged(f"{self.url}/{name} is damaged, or was copied wrongly: {wrong}")
+
+    def verify(self, name: str) -> tuple[dict[str, FileDigest] | None, list[str]]:
+        """Read all files of the checkpoint ``name``. Returns its digests, None where it has none, and a sentence for each
+        file that differs. Raises FilesDamaged for damaged digests."""
+        root = f"{self._root}/{name}"
+        if not self._files.exists(f"{root}/{MANIFEST}"):
+            return None, []
+        digests = parse(self._files.cat_file(f"{root}/{MANIFEST}"), f"{self.url}/{name}/{MANIFEST}")
+        damages = []
+        for file, digest in digests.items():
+            where = f"{self.url}/{name}/{file}"
+            try:
+                with self._files.open(f"{root}/{file}", "rb") as content:
+                    found = hashed(content)
+            except FileNotFoundError:
+                damages.append(f"{where} is missing")
+                continue
+            if found != digest:
+                damages.append(f"{where} is damaged: {found} was read, and {digest} was written")
+        return digests, damages
 
     def set_aside(self, name: str, to: str) -> None:
         """Rename the checkpoint ``name``, if it is there, so that no run goes on from it. Nothing of it is removed."""

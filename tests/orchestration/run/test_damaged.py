@@ -1,0 +1,196 @@
+"""Files of a checkpoint that are not as they were written: they are named, and nothing is trained on them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from orchestration.run import checkpoint
+from orchestration.run.checkpoint import CheckpointUnusable
+from orchestration.run.engines import tokenizer_of, train_engine
+from orchestration.run.lock import RunError
+from orchestration.run.run import Run
+from orchestration.run.storage.store import CheckpointStore
+from stages.models import load_model
+from stages.weights import manifest
+from stages.weights.manifest import FilesDamaged
+from tests.orchestration.run.test_run import assert_equal, synchronous, trained
+from tests.orchestration.runs import TINY, complete, recipe
+
+OF = recipe(TINY, pipeline__staleness=0, train__steps=4, checkpoint__every=1, checkpoint__keep=2)
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+
+
+def shards(newest: Path) -> Path:
+    (file,) = (newest / "train").glob("*.distcp")
+    return file
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
+    "a bit of the optimizer's state": (shards, flip),
+    "a bit of its metadata": (lambda newest: newest / "train" / ".metadata", flip),
+    "a cut model": (lambda newest: newest / "model" / "model.safetensors", lambda path: os.truncate(path, 1000)),
+    "a bit of the model": (lambda newest: newest / "model" / "model.safetensors", flip),
+    "another config": (lambda newest: newest / "model" / "config.json", lambda path: path.write_text("{}") and None),
+    "no tokenizer": (lambda newest: newest / "model" / "tokenizer.json", Path.unlink),
+    "an empty state": (lambda newest: newest / "run.json", lambda path: os.truncate(path, 0)),
+    "cut digests": (lambda newest: newest / "digests.json", lambda path: os.truncate(path, 100)),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    asyncio.run(complete(Run.create(OF, folder)))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "run.lock"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_resume_names_the_damaged_file_and_the_way_on(fault: str, ended: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(ended, run)
+    newest, (of_newest, damage) = run / "checkpoints" / "step-00000004", FAULTS[fault]
+    damage(of_newest(newest))
+    before = contents(run)
+    with pytest.raises(RunError) as refused:
+        Run.resume(run, ["train.steps=5"])
+    assert str(of_newest(newest)) in str(refused.value)
+    assert f"`asyncdock resume {run} --from 3` goes on from" in str(refused.value)
+    assert contents(run) == before, "a refusal changes nothing"
+    listed = CliRunner().invoke(app, ["checkpoint", "verify", str(run)])
+    assert listed.exit_code == 1
+    assert f"{newest.with_name('step-00000003')}: whole (" in listed.output
+    assert f"{newest}: damaged\n  " in listed.output
+    resumed = Run.resume(run, ["train.steps=5"], start_version=3)
+    assert resumed.begins == 3
+    aside = newest.with_name("aside-step-00000004")
+    assert {Path(name).relative_to(newest): text for name, text in before.items() if str(newest) in name} == {
+        Path(name).relative_to(aside): text for name, text in contents(aside).items()
+    }
+
+
+async def test_a_run_goes_on_before_a_damaged_checkpoint_as_if_it_had_never_been(ended: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(ended, run)
+    flip(shards(run / "checkpoints" / "step-00000004"))
+    watched, result = await complete(Run.resume(run, ["train.steps=6"], start_version=3))
+    assert result.state == "finished", result.reason
+    assert [step["step"] for step in watched.of("step")] == [3, 4, 5]
+    longer = OF.model_copy(update={"train": OF.train.model_copy(update={"steps": 6})})
+    _, weights = await synchronous(longer)
+    assert_equal(trained(longer, result), weights)
+    with pytest.raises(RunError, match=r"version 2: .* it has: 5, 6 \(0: none of them\)"):
+        Run.resume(run, ["train.steps=7"], start_version=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_what_is_damaged_later_is_found_by_the_ranks_that_load_it(ranks: int, tmp_path: Path) -> None:
+    """After the resume has looked at all files. Each rank verifies what it reads, and the run ends at once."""
+    changes = {"train__dp": ranks, "launch__launcher": "process" if ranks > 1 else "inline"}
+    await complete(Run.create(recipe(TINY, train__steps=2, checkpoint__every=1, **changes), tmp_path / "run"))
+    resumed = Run.resume(tmp_path / "run", ["train.steps=4"])
+    newest = tmp_path / "run" / "checkpoints" / "step-00000002"
+    shard = sorted((newest / "train").glob("*.distcp"))[-1]
+    flip(shard)
+    watched, result = await complete(resumed)
+    assert result.state == "failed"
+    assert f"CheckpointUnusable: checkpoint: {shard} is damaged: its xxh3 digest is " in result.reason
+    assert f"asyncdock resume {tmp_path / 'run'} --from 1" in result.reason
+    assert not watched.of("step")
+    assert not [worker for worker in watched.of("worker") if worker["change"] == "restarted"]
+
+
+def written(folder: Path, version: int = 1, value: float = 0.0) -> checkpoint.Checkpoint:
+    """A checkpoint; ``value`` is added to one weight."""
+    engine = train_engine(OF)
+    with torch.no_grad():
+        next(iter(engine.model.parameters())).view(-1)[0] += value  # type: ignore[attr-defined]
+    writer = checkpoint.Writer(engine)
+    writer.copy()
+    writer.write(checkpoint.begin(folder, version))
+    return checkpoint.finish(folder, tokenizer_of(OF), version, {"counters": {}, "remake": []}, keep=9)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_state_that_is_not_finite_is_neither_written_nor_loaded(
+    value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = written(tmp_path / "run" / "checkpoints")
+    with pytest.raises(Exception, match="are not finite") as refused:
+        written(good.path.parent, 2, value)
+    unusable = checkpoint.unusable_state(refused.value)
+    assert unusable is not None
+    assert "step-00000002 is not written" in str(unusable)
+    assert "goes on from the checkpoint of version 1" in str(unusable)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "not_finite", lambda state: None)  # as older versions have written them
+        bad = written(good.path.parent, 2, value)
+    with pytest.raises(CheckpointUnusable, match=f"{bad.path / 'train'} has values of 'model.* that are not finite"):
+        bad.load_into(train_engine(OF))
+    good.load_into(train_engine(OF))
+
+
+def test_the_digests_are_those_of_the_files_and_an_older_checkpoint_without_them_is_loaded(tmp_path: Path) -> None:
+    made = written(tmp_path)
+    files = json.loads((made.path / "digests.json").read_text())["files"]
+    found = {path.relative_to(made.path).as_posix(): path for path in made.path.rglob("*") if path.is_file()}
+    assert files.keys() == found.keys() - {"digests.json"}
+    for name, digest in files.items():
+        content = found[name].read_bytes()
+        assert digest == {"bytes": len(content), "xxh3": xxhash.xxh3_64_hexdigest(content)}
+    (made.path / "digests.json").unlink()
+    made.verify()
+    made.load_into(train_engine(OF))
+    assert "not verified: it has no digests" in CliRunner().invoke(app, ["checkpoint", "verify", str(made.path)]).output
+
+
+def test_a_damaged_model_is_refused_by_what_loads_it_and_a_copy_of_it_is_not_verified(tmp_path: Path) -> None:
+    """So do served checkpoints, references and runs that begin with one."""
+    model = written(tmp_path).model
+    load_model(str(model), dtype=torch.float32, seed=0)
+    flip(model / "model.safetensors")
+    with pytest.raises(FilesDamaged, match=f"{model / 'model.safetensors'} is damaged"):
+        load_model(str(model), dtype=torch.float32, seed=0)
+    shutil.copytree(model, tmp_path / "copy")
+    load_model(str(tmp_path / "copy"), dtype=torch.float32, seed=0)
+
+
+def test_one_that_was_damaged_at_its_url_is_not_copied_from_there(tmp_path: Path) -> None:
+    local, remote, there = tmp_path / "run" / "checkpoints", tmp_path / "remote", tmp_path / "there" / "checkpoints"
+    remote.mkdir()
+    store = CheckpointStore(str(remote))
+    for version in (1, 2):
+        store.push(written(local, version).path, keep=9)
+    flip(remote / "step-00000002" / "model" / "model.safetensors")
+    with pytest.raises(CheckpointUnusable, match=r"remote/step-00000002 is damaged, .*model.safetensors") as refused:
+        checkpoint.newest(there, str(remote))
+    assert "--from 1" in str(refused.value)
+    assert not checkpoint.whole(there)
+    digests, damages = store.verify("step-00000002")
+    assert digests == manifest.read(local / "step-00000002")
+    assert len(damages) == 1
+    assert "model/model.safetensors is damaged" in damages[0]
+    assert store.verify("step-00000001")[1] == []
+    part = checkpoint.newest(there, str(remote), 2, ["train"])
+    assert part is not None, "its other part is whole"
+    assert sorted(path.name for path in part.path.iterdir()) == ["digests.json", "run.json", "train"]
