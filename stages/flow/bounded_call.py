@@ -1,7 +1,7 @@
 """A call of a user's function that ends after a time, whatever the function does.
 
-    plain function ──▶ a daemon thread                                                 ┬─▶ its result, or what it raised
-    async function ──▶ an event loop in a daemon thread, which all of its calls share ┴─▶ TimeLimit, with the line
+    plain function ──▶ a daemon thread                                 ┬─▶ its result, or what it raised
+    async function ──▶ an event loop in a daemon thread, for all calls ┴─▶ TimeLimit, with the line where it is
 
 A thread that blocks cannot be ended: it goes on until its process ends, which it does not hinder.
 """
