@@ -11,6 +11,7 @@ import operator
 import os
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from types import FrameType
 from typing import Any
 
 
@@ -73,6 +74,28 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
         return await function(*arguments, **named)
     result = await asyncio.to_thread(function, *arguments, **named)
     return await result if isinstance(result, Awaitable) else result
+
+
+def shown(value: Any) -> str:
+    """``value`` in an error message: a tensor or an array by its type and shape, anything else by its beginning."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"a {type(value).__name__.lower()} of {kind} {[*map(str, value.shape)]}".replace("'", "")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {shown(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple) and value and hasattr(value[0], "dtype"):
+        return f"a {type(value).__name__} of {len(value)}, the first {shown(value[0])}"
+    return f"{value!r:.200}"
+
+
+def place_in(frame: FrameType | None, function: Callable[..., Any]) -> str:
+    """File and line at which ``frame``, of a call of ``function`` that has not ended, is in the file of ``function``."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    frames = traceback.extract_stack(frame) if frame is not None else []
+    lines = [each.lineno for each in frames if code is not None and each.filename == code.co_filename]
+    return (
+        _named(code.co_filename, lines[-1] if lines else code.co_firstlineno) if code is not None else "unknown place"
+    )
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:

@@ -22,15 +22,19 @@ from pipeline.index.client import Index
 
 log = structlog.get_logger()
 
+UNPLACED_SECONDS = 5.0  # until a worker that no host has started is absent: hosts that are there need less
+
 
 class Liveness:
     """Ends those of the workers in ``lives``, by name, which hang, after putting the reason into the index. ``on_unplaced``
-    is called with a worker that other machines are to start, and whether none has done so for `launch.hang_timeout`."""
+    is called with a worker that other machines are to start, and whether none has done so for :data:`UNPLACED_SECONDS`; on a
+    cluster, or where that is less, for `launch.hang_timeout`."""
 
     def __init__(
         self, index: Index, launch: LaunchSection, on_unplaced: Callable[[str, bool], Awaitable[None]]
     ) -> None:
         self._index, self._launch, self._on_unplaced = index, launch, on_unplaced
+        self._unplaced = launch.hang_timeout if launch.on_cluster else min(UNPLACED_SECONDS, launch.hang_timeout)
         self.lives: dict[str, Life] = {}
         self._silent: dict[str, tuple[int, float]] = {}  # by worker: its last sign of life, seconds since
         self._progress, self._still = (0, 0, 0), 0.0  # rows and versions, seconds since they changed
@@ -50,7 +54,7 @@ class Liveness:
                     continue
                 limit = "hang_timeout" if at else "startup_timeout"
                 if not life.pid:
-                    await self._on_unplaced(name, not at and silent > self._launch.hang_timeout)
+                    await self._on_unplaced(name, not at and silent > self._unplaced)
                 if silent > (seconds := getattr(self._launch, limit)) and (at or life.pid):
                     await self._end(name, f"it gave no sign of life for launch.{limit} = {seconds:g} s")
             await self._look_for_progress(passed)

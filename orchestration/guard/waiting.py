@@ -59,8 +59,9 @@ async def waiting_chain(index: Index) -> list[Wait]:
     since, published = chain.age(moved), chain.age(status.wait)
     if state == "paused":
         return [Wait("the run", "`resume`", since, reason)]
-    if unready := [name for name, sign in alive.items() if not sign.ready]:
-        bound = f"launch.startup_timeout = {recipe.launch.startup_timeout:g} s" if state == "starting" else ""
+    beginning = state in ("created", "starting")
+    if beginning and (unready := [name for name, sign in alive.items() if not sign.ready]):
+        bound = f"launch.startup_timeout = {recipe.launch.startup_timeout:g} s"
         links = [Wait("the run", f"{shown(name)} to be ready", since, bound=bound) for name in unready[:1]]
         return [*links, chain.worker(unready[0])]
     if status.trained >= recipe.train.steps:
@@ -135,6 +136,13 @@ class _Chain:
     def stages(self, stage: str) -> list[Wait]:
         """The workers that have ``stage``, those without a sign of life first."""
         names = sorted((n for n, sign in self._alive.items() if stage in sign.stages), key=self._quiet, reverse=True)
+        if not names and stage == "rollout" and self._launch.remote_rollouts:
+            bound = f"launch.startup_timeout = {self._launch.startup_timeout:g} s"
+            return [
+                Wait(
+                    f"stage {stage}", "a host to start its workers", why="start one with `asyncdock host`", bound=bound
+                )
+            ]
         if not names:
             who = "another program" if stage in self._external else "a worker of it, and none is alive"
             return [Wait(f"stage {stage}", who)]

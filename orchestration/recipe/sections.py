@@ -619,8 +619,13 @@ class StageSection(Section):
         examples=["my_stages:Judge"],
     )
     workers: Count = key(1, "Processes that run it.")
+    timeout: Seconds = key(
+        600.0,
+        "Longest time of one call of its `process`: of the rows that became ready together, at most 64, or of one group. "
+        "After it the worker is started again; the run fails when a call with one of these rows takes as long again.",
+    )
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keys beside `use` and `workers`."""
+        """The keys of the class: those beside the keys of every stage."""
         return dict(self.model_extra or {})

@@ -363,25 +363,45 @@ class Supervisor:
         await self.index.wake(TAKEN)
 
     async def _start(self) -> None:
-        """Wait until every worker is ready; for some of an elastic kind no longer than ``startup_timeout``."""
+        """Let the run be `running` when it can train: of an elastic kind one worker is enough. Wait for the others no longer
+        than ``startup_timeout``."""
         try:
             async with asyncio.timeout(self.launch.startup_timeout):
                 async for event in self.index.follow(self._began):
                     if event.kind == "worker" and event.data["change"] == "ready":
                         self._unready.discard(event.data["worker"])
+                    if not self._missing():
+                        # A run that was paused when its supervisor was killed stays so.
+                        await self.index.transition(["starting"], "running")
                     if not self._unready:
-                        break
+                        return
         except TimeoutError:
-            late, limit = sorted(self._unready), f"launch.startup_timeout = {self.launch.startup_timeout:.0f} s"
-            ready = {group.kind for group in self._groups.values() if _shown(group.first) not in late}
-            elastic = {
-                _shown(group.first) for group in self._groups.values() if group.kind.elastic and group.kind in ready
-            }
-            if missing := [worker for worker in late if worker not in elastic]:
-                raise _Failed(f"{missing} not ready within {limit}; see the logs") from None
-            log.warning("the run begins without workers that are not ready", workers=late, within=limit)
-        # A run that was paused when its supervisor was killed stays so.
-        await self.index.transition(["starting"], "running")
+            limit = f"launch.startup_timeout = {self.launch.startup_timeout:.0f} s"
+            if missing := self._missing():
+                unplaced = await self._unplaced()
+                hosts = [worker for worker in missing if worker in unplaced]
+                fix = f"no host has started {hosts}: start one with `asyncdock host`" if hosts else "see the logs"
+                raise _Failed(f"{missing} not ready within {limit}; {fix}") from None
+            log.warning(
+                "the run goes on without workers that are not ready", workers=sorted(self._unready), within=limit
+            )
+
+    def _missing(self) -> list[str]:
+        """The workers without which the run cannot train that are not ready."""
+        groups = [group for group in self._groups.values() if _shown(group.first) not in self._unready]
+        ready = {group.kind for group in groups if group.kind.elastic}
+        elastic = {_shown(group.first) for group in self._groups.values() if group.kind in ready}
+        return sorted(self._unready - elastic)
+
+    async def _unplaced(self) -> list[str]:
+        """The workers that no host has started."""
+        alive = await self.index.alive()
+        lives = [
+            (worker, name, group.lives[worker])
+            for group in self._groups.values()
+            for worker, name in group.names.items()
+        ]
+        return [_shown(worker) for worker, name, life in lives if not life.pid and name not in alive]
 
     async def _report_ledger(self) -> None:
         """Emit what the run has made, also where no step reported it."""

@@ -66,6 +66,11 @@ class TrainBatch:
             else:
                 self._tokens[name] = list(values.split(self.lengths.tolist()))
 
+    @property
+    def names(self) -> list[str]:
+        """The columns that there are."""
+        return [*self._rows, *self._tokens]
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._rows[name] if name in self._rows else torch.cat(self._tokens[name])
 

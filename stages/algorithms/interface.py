@@ -56,6 +56,11 @@ class TokenBatch:
     values: torch.Tensor | None = None  # float32 [T], with gradient, of the value head, where the algorithm has one
     age: torch.Tensor | None = None  # int64 [T], index into AGES of each token, where the update stage gives it
 
+    @property
+    def names(self) -> list[str]:
+        """The columns that there are."""
+        return [*self.columns]
+
     def __getitem__(self, name: str) -> torch.Tensor:
         """The column ``name`` at each token, [T, …]."""
         return self.columns[name]

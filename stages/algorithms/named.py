@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stages.algorithms.interface import AGES, Algorithm, LossOutput, TokenBatch
-from stages.flow.declarations import Drop, RunsOn
-from stages.user_code import place_of
+from stages.flow.declarations import Drop, RunsOn, column
+from stages.user_code import place_of, shown
 
 if TYPE_CHECKING:
     import torch
@@ -43,19 +43,24 @@ class NamedAlgorithm:
         return out  # type: ignore[no-any-return]
 
     def _check_credit(self, group: Mapping[str, Any], out: Any) -> None:
-        import torch
+        from pipeline.blocks import pack
+        from pipeline.columns import ColumnError, Schema
 
         names = self.algorithm.credit_makes.keys()
         if not isinstance(out, Mapping) or out.keys() != names:
             raise self._wrong("credit", out, f"a dict with the columns {sorted(names)}, or a Drop")
         rows = len(next(iter(group.values())))
-        for name, column in out.items():
-            tensors = isinstance(column, torch.Tensor) or all(isinstance(value, torch.Tensor) for value in column)
-            if not tensors or len(column) != rows:
+        for name, kind in self.algorithm.credit_makes.items():
+            values = out[name]
+            if not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0 or len(values) != rows:
                 wanted = f"a tensor of {rows} values (a list of {rows} tensors where it is ragged)"
-                raise self._wrong("credit", column, f"{wanted} in {name!r}, one for each row of the group")
-            if not all(bool(value.isfinite().all()) for value in column):
-                raise self._wrong("credit", column, f"finite numbers in {name!r}, for {_short(group)}")
+                raise self._wrong("credit", values, f"{wanted} in {name!r}, one for each row of the group")
+            try:
+                pack(Schema([column(name, kind)]), {name: values})
+            except ColumnError as error:
+                raise self._wrong("credit", values, f"{kind} in {name!r}: {error}") from error
+            if not all(bool(value.isfinite().all()) for value in values):
+                raise self._wrong("credit", values, f"finite numbers in {name!r}, for {_short(group)}")
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         out: Any = self._call("prepare", batch)
@@ -63,7 +68,22 @@ class NamedAlgorithm:
         if not isinstance(out, Mapping) or not makes <= out.keys() <= reads:
             wanted = f"a dict with {sorted(makes)} and some" if makes else "a dict with some"
             raise self._wrong("prepare", out, f"{wanted} of the columns {sorted(reads)}")
+        for name, values in out.items():
+            shape = batch.row.shape if name in makes else batch[name].shape
+            if getattr(values, "shape", None) != shape:
+                raise self._wrong("prepare", values, f"a tensor of shape {[*shape]} in {name!r}")
         return out
+
+    def check_lengths(self, credit: Mapping[str, Any], tokens: Sequence[int]) -> None:
+        """Raise AlgorithmError where a ragged column of ``credit`` that the loss reads has not one value for each of the
+        ``tokens`` of a row."""
+        for name, values in credit.items():
+            if " ragged" not in self.algorithm.credit_makes.get(name, "") or name not in self.algorithm.loss_reads:
+                continue
+            lengths = [len(row) for row in values]
+            if lengths != [*tokens]:
+                wanted = f"values for {[*tokens]} tokens in {name!r}, as many as each response has, not {lengths}"
+                raise self._wrong("credit", values, wanted)
 
     def signal(self, batch: TrainBatch) -> float:
         out: Any = self._call("signal", batch)
@@ -99,12 +119,13 @@ class NamedAlgorithm:
             if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):  # a failure of the device
                 raise
             place = place_of(error, function)
-            raise AlgorithmError(f"algorithm {self.name!r} raised {error!r} in {method} ({place})") from error
+            has = f"; its columns are {columns}" if (columns := _missed(error, arguments)) else ""
+            raise AlgorithmError(f"algorithm {self.name!r} raised {error!r} in {method} ({place}){has}") from error
 
     def _wrong(self, method: str, out: Any, wanted: str) -> AlgorithmError:
         place = place_of(AlgorithmError(), getattr(self.algorithm, method))
         return AlgorithmError(
-            f"algorithm {self.name!r} returned {out!r:.200} from {method} ({place}); wanted is {wanted}"
+            f"algorithm {self.name!r} returned {shown(out)} from {method} ({place}); wanted is {wanted}"
         )
 
 
@@ -121,6 +142,13 @@ def split_gap(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, fl
             gap[f"gap_mean_{age}"] = metrics[f"sum_gap_{age}"] / tokens
     names |= {f"{part}_gap_{age}": "" for age in AGES for part in ("sum", "tokens")}
     return gap, {name: value for name, value in metrics.items() if name not in names}
+
+
+def _missed(error: Exception, arguments: Sequence[Any]) -> list[str]:
+    """The columns that there are, where ``error`` says that a method has asked for another one."""
+    if not isinstance(error, KeyError):
+        return []
+    return sorted(name for argument in arguments for name in getattr(argument, "names", None) or list(argument))
 
 
 def _short(group: Mapping[str, Any]) -> str:

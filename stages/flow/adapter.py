@@ -1,5 +1,9 @@
 """Adapters: a user's stage, and an algorithm's credit, as stages that a controller runs.
 
+A call of a user's stage has a bounded time. A plain one runs in a thread of its own and an async one in an event loop of its
+own thread, so that a call that blocks does not keep the worker from noticing. Nothing ends such a thread but the end of its
+process: the worker fails, and is started again. When one of the same rows takes as long in the next call, the run fails.
+
 rows of a claim ─▶ process(rows) ─▶ columns ─────────▶ committed
 its groups      ─▶ process(group) ─▶ columns or Drop ─▶ committed together, or dropped with the reason
 """
@@ -15,23 +19,31 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from pipeline.blocks import pack
+from pipeline.columns import ColumnError, Schema
 from pipeline.controller import Output, Stage
-from pipeline.index.client import Claim
-from stages.flow.declarations import Drop, StageDeclaration
+from pipeline.index.client import Claim, Index
+from stages.flow.bounded_call import BoundedCalls, TimeLimit
+from stages.flow.declarations import Drop, StageDeclaration, column
 from stages.flow.resolver import passed_column
 from stages.flow.user_stage import UserStage
 from stages.models import Tokenizer
-from stages.user_code import call, place_of
+from stages.user_code import place_of, shown
 
 ROWS_AT_ONCE = 64
 GROUPS_AT_ONCE = 256
 USER_GROUPS_AT_ONCE = 8  # of a user's stage, which may take long over each
+MOST_NOTED = 4096  # rows whose calls took too long that a run remembers
 
 Result = Mapping[str, Any] | Drop
 
 
 class StageError(RuntimeError):
     """A user's stage raised, or returned something else than it declares. The message names the stage and the line."""
+
+
+class StageTimedOut(RuntimeError):
+    """A call of a user's stage took too long, for the first time with its rows."""
 
 
 class StageRows(dict[str, Any]):
@@ -41,6 +53,9 @@ class StageRows(dict[str, Any]):
     def __init__(self, columns: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> None:
         super().__init__(columns)
         self._tokenizer = tokenizer
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name!r} is not a column that the stage needs; its columns are {sorted(self)}")
 
     @cached_property
     def completions(self) -> list[str]:
@@ -105,11 +120,26 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 class StageAdapter(Stage):
-    """``stage`` as a stage of the pipeline: it holds no policy version and takes what is ready."""
+    """``stage`` as a stage of the pipeline: it holds no policy version and takes what is ready. A call may take ``timeout``
+    seconds; ``index`` remembers the rows of one that took longer."""
 
-    def __init__(self, stage: UserStage, declared: StageDeclaration, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        stage: UserStage,
+        declared: StageDeclaration,
+        tokenizer: Tokenizer | None = None,
+        *,
+        index: Index | None = None,
+        timeout: float | None = None,
+    ) -> None:
         self.stage, self.declared, self.tokenizer = stage, declared, tokenizer
         self.name, self.fetches = declared.name, tuple(declared.needs)
+        self._index, self._timeout, self._noting = index, timeout, asyncio.Lock()
+        self._calls = BoundedCalls(stage.process, timeout, f"stage {self.name}")
+        self._schema = Schema([column(name, kind) for name, kind in declared.makes.items()])
+
+    def close(self) -> None:
+        self._calls.close()
 
     def room(self, held: int) -> int:
         if self.declared.takes == "rows":
@@ -117,36 +147,63 @@ class StageAdapter(Stage):
         return 0 if held else USER_GROUPS_AT_ONCE
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        columns, tokens = plain_columns(rows, self.fetches), claim.tokens.tolist()
+        columns, tokens, numbers = plain_columns(rows, self.fetches), claim.tokens.tolist(), claim.row.tolist()
         if self.declared.takes == "rows":
-            made = await self._process(columns, len(claim))
+            made = await self._process(columns, numbers)
             if isinstance(made, Drop):
                 raise self._wrong(made, "columns: only a stage with takes = 'groups' can drop a group")
             yield Output(range(len(claim)), made, tokens=sum(tokens))
             return
         members = groups_of(claim.group.tolist())
-        calls = [self._process({n: rows_at(c, at) for n, c in columns.items()}, len(at)) for at in members]
+        calls = [
+            self._process({n: rows_at(c, at) for n, c in columns.items()}, [numbers[row] for row in at])
+            for at in members
+        ]
         for output in outputs_of(members, await asyncio.gather(*calls), tokens):
             yield output
 
-    async def _process(self, columns: Mapping[str, Any], rows: int) -> Result:
-        function = self.stage.process
-        try:
-            made = await call(function, StageRows(columns, self.tokenizer))
-        except Exception as error:
-            place = place_of(error, function)
-            raise StageError(f"stage {self.name!r} raised {error!r} in process ({place})") from error
+    async def _process(self, columns: Mapping[str, Any], numbers: Sequence[int]) -> Result:
+        """What the stage makes of the rows with these ``numbers``. Raises StageError, StageTimedOut."""
+        made, rows = await self._call(StageRows(columns, self.tokenizer), numbers), len(numbers)
         if isinstance(made, Drop):
             return made
         if not self.declared.makes or list(self.declared.makes) == [passed_column(self.name)]:
             return {passed_column(self.name): torch.ones(rows, dtype=torch.bool)}
         if not isinstance(made, Mapping) or made.keys() != self.declared.makes.keys():
             raise self._wrong(made, f"a dict with the columns {sorted(self.declared.makes)}")
-        for name, column in made.items():
-            if not hasattr(column, "__len__") or len(column) != rows:
-                raise self._wrong(column, f"{rows} values in {name!r}, one for each row")
+        for name, values in made.items():
+            if not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0 or len(values) != rows:
+                raise self._wrong(values, f"{rows} values in {name!r}, one for each row")
+        try:
+            pack(self._schema, made)
+        except ColumnError as error:
+            raise self._wrong(made, f"what the stage declares: {error}") from error
         return made
+
+    async def _call(self, rows: StageRows, numbers: Sequence[int]) -> Any:
+        try:
+            return await self._calls.call(rows)
+        except TimeLimit as late:
+            raise await self._late(numbers, late.place) from None
+        except Exception as error:
+            place = place_of(error, self.stage.process)
+            raise StageError(f"stage {self.name!r} raised {error!r} in process ({place})") from error
+
+    async def _late(self, numbers: Sequence[int], place: str) -> Exception:
+        """The error of a call that took too long: the run's, when one of its rows was in such a call before."""
+        key = self.declared.place.removesuffix("use") + "timeout"
+        took = f"stage {self.name!r} took more than {key} = {self._timeout:g} s for {len(numbers)} rows in process ({place})"
+        if self._index is None:
+            return StageError(took)
+        document = f"timed-out:{self.name}"
+        async with self._noting:
+            before = json.loads(await self._index.get(document) or "[]")
+            is_again = bool({*before} & {*numbers})
+            await self._index.put(document, json.dumps([] if is_again else [*before, *numbers][-MOST_NOTED:]))
+        if is_again:
+            return StageError(f"{took}, and so did the call before it; correct it, or raise {key}")
+        return StageTimedOut(f"{took}; it is called again")
 
     def _wrong(self, made: Any, wanted: str) -> StageError:
         place = place_of(StageError(), self.stage.process)
-        return StageError(f"stage {self.name!r} returned {made!r:.200} from process ({place}); wanted is {wanted}")
+        return StageError(f"stage {self.name!r} returned {shown(made)} from process ({place}); wanted is {wanted}")

@@ -33,7 +33,7 @@ from pipeline.controller import Output, Stage
 from pipeline.events import AlarmEvent
 from pipeline.index.client import Claim, Index
 from pipeline.index.prompts import PassRateCalls
-from stages.algorithms.named import AlgorithmLike
+from stages.algorithms.named import AlgorithmLike, NamedAlgorithm
 from stages.difficulty import outcome
 from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
@@ -206,6 +206,8 @@ def _credit(
     credit = {}
     if algorithm.credit_makes:
         credit = algorithm.credit({name: rows_at(column, rest) for name, column in group.items()})
+        if isinstance(algorithm, NamedAlgorithm) and any(tokens) and not isinstance(credit, Drop):
+            algorithm.check_lengths(credit, [tokens[row] for row in rest])
     if not isinstance(credit, Drop):
         return complete(credit)
     return credit if credit.instead is None else Drop(credit.reason, complete(credit.instead))

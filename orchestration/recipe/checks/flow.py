@@ -9,6 +9,7 @@ from orchestration.recipe.checks.registry import check
 from orchestration.recipe.flow import algorithm_of, flow_of, reward_reads, stages_of
 from orchestration.recipe.problems import Problem, split_fix
 from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import StageSection
 from stages.flow.declarations import FlowError
 from stages.flow.user_stage import stage_class
 
@@ -20,6 +21,10 @@ def stages_resolve(recipe: Recipe) -> Iterator[Problem]:
             found = stage_class(section.use)
         except ValueError as error:
             yield Problem(f"stages.{at}.use", section.use, *split_fix(str(error).partition(f"{section.use!r} ")[2]))
+            continue
+        if taken := sorted(found.model_fields.keys() & StageSection.model_fields.keys()):
+            wrong = f"has the option {taken[0]!r}, which is a key of every stage"
+            yield Problem(f"stages.{at}.use", section.use, wrong, "give the field of the class another name")
             continue
         yield from option_problems(f"stages.{at}", found, section.options)
 

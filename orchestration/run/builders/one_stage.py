@@ -41,5 +41,9 @@ class StageJob(Job):
     """Runs one instance of the class of a stage under ``[[stages]]``."""
 
     async def build(self) -> None:
-        stage = next(stage for stage, declared in stages_of(self.recipe) if declared.name == self.kind)
-        self.control(StageAdapter(stage, flow_of(self.recipe)[self.kind], self.tokenizer))
+        found = enumerate(stages_of(self.recipe))
+        at, stage = next((at, stage) for at, (stage, declared) in found if declared.name == self.kind)
+        timeout, declared = self.recipe.stages[at].timeout, flow_of(self.recipe)[self.kind]
+        adapter = StageAdapter(stage, declared, self.tokenizer, index=self.index, timeout=timeout)
+        self.resources.callback(adapter.close)
+        self.control(adapter)

@@ -13,13 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
+from orchestration.guard.waiting import waiting_chain
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.kinds import remote_workers, workers_of
 from orchestration.run.run import Run
 from pipeline.index.client import Index
 from pipeline.node import is_own
 from tests.machines import ROOT, two_machines
-from tests.orchestration.runs import MOCK, recipe
+from tests.orchestration.runs import MOCK, executing, recipe
 from tests.servers import self_signed
 
 PAGE = Path(__file__).parents[3] / "docs" / "two-machines.md"
@@ -136,6 +137,45 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
         changes = [(e["change"], e.get("reason", "")) for e in events(out, "worker") if e["worker"] == "rollout-1"]
         assert [change for change, _ in changes if change in ("died", "restarted")] == ["died", "restarted"]
         assert changes[-1] == ("absent", "no host has room for it")
+
+
+async def test_a_run_without_its_host_is_running_and_ends_with_the_workers_that_it_has(tmp_path: Path) -> None:
+    """It trained all of its steps in the state "starting", and then waited for the host in silence."""
+    changes = {"pipeline__index_serve": "127.0.0.1", "pipeline__serve": "127.0.0.1", "sync__serve": "127.0.0.1"}
+    of = recipe(MOCK, **REMOTE, **changes, launch__startup_timeout=3600.0)
+    async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: bool(watched.of("step")))
+        await watched.until(lambda: "running" in [state["state"] for state in watched.of("state")])
+        result = await work
+    assert result.state == "finished", result.reason
+    assert [step["step"] for step in watched.of("step")] == list(range(of.train.steps))
+    absent = [(event["worker"], event["reason"]) for event in watched.of("worker") if event["change"] == "absent"]
+    assert absent == [("rollout-1", "no host has room for it")]
+
+
+async def test_a_run_whose_rollouts_are_all_on_hosts_says_that_it_waits_for_one(tmp_path: Path) -> None:
+    changes = {"pipeline__index_serve": "127.0.0.1", "pipeline__serve": "127.0.0.1", "sync__serve": "127.0.0.1"}
+    limits = {"launch__remote_rollouts": 2, "launch__startup_timeout": 20.0}
+    async with executing(Run.create(recipe(MOCK, **{**REMOTE, **limits}, **changes), tmp_path / "run")) as (
+        watched,
+        work,
+    ):
+        ready = {"flow-0", "update-0"}
+        await watched.until(lambda: ready <= {e["worker"] for e in watched.of("worker") if e["change"] == "ready"})
+        assert watched.run.supervisor is not None
+        index = watched.run.supervisor.index
+        while "a host to start" not in (chain := await waiting_chain(index))[-1].on:  # noqa: ASYNC110 - until admitted
+            await asyncio.sleep(0.05)
+        assert (await index.state())[0] == "starting"
+        assert chain[-1].text == (
+            "stage rollout waits for a host to start its workers; start one with `asyncdock host`; "
+            "launch.startup_timeout = 20 s"
+        )
+        result = await work
+    assert result.state == "failed"
+    assert "['rollout-0', 'rollout-1'] not ready within launch.startup_timeout = 20 s" in result.reason
+    assert "no host has started ['rollout-0', 'rollout-1']: start one with `asyncdock host`" in result.reason
+    assert not watched.of("step")
 
 
 async def warehouses(url: str, run: str) -> int:
