@@ -21,7 +21,9 @@ import torch
 import torch.distributed
 
 AUTO = "auto"
-INSTALL_NPU = "install CANN, source its set_env.sh, then pip install 'asyncdock[ascend]' (torch-npu 2.13 with torch 2.13)"
+INSTALL_NPU = (
+    "install CANN, source its set_env.sh, then pip install 'asyncdock[ascend]' (torch-npu 2.13 with torch 2.13)"
+)
 
 
 class DeviceMissing(RuntimeError):
@@ -94,6 +96,12 @@ def backend(device: torch.device) -> str:
     return torch.distributed.get_default_backend_for_device(device)
 
 
+def splits_groups(device: torch.device) -> bool:
+    """Whether :func:`backend` can split a process group. torch's device meshes split one that is bound to a device, so only
+    such a group may be: NCCL and XCCL split; HCCL does not, up to torch_npu 2.13."""
+    return device.type in ("cuda", "xpu")
+
+
 def widest_float(device: torch.device) -> torch.dtype:
     """The dtype of sums that need many bits: float64, but float32 on NPUs and Apple's GPUs, which do not compute in it."""
     return torch.float32 if device.type in ("npu", "mps") else torch.float64
@@ -146,7 +154,7 @@ def fused_attention(device: torch.device) -> tuple[Callable[..., tuple[torch.Ten
 
 @functools.cache
 def _compressed_causal_mask(device: torch.device) -> torch.Tensor:
-    """What npu_fusion_attention takes for a causal mask of any length (its mode 2): bool [2048, 2048], 4 MiB of the device."""
+    """What npu_fusion_attention takes for a causal mask of any length (its mode 2): bool [2048, 2048], 4 MiB."""
     with torch.inference_mode(False):
         return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.dispatch_scale import inside
+from stages import device as devices
 from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import join
 from tests.forked import forks
@@ -35,17 +36,28 @@ def of_product(
     *arguments: Any,
     timeout: float = DEADLINE,
     namespaces: Sequence[str] = (),
+    device: str = "cpu",
 ) -> list[Any]:
     """``work(ranks, *arguments)`` on each rank of a group with the strategies ``chosen``, one thread each; what each
     returned, by rank. Raises what the first of them to fail raised, as text, and ends the others. ``timeout`` is that of
-    their collectives. ``namespaces``: of the network, one for each rank, where ``eth0`` leads to the others."""
+    their collectives. ``namespaces``: of the network, one for each rank, where ``eth0`` leads to the others.
+    ``device``: that the group computes on."""
     context = forks()
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="adk-ranks-") as home:
         processes: list[BaseProcess] = [
             context.Process(
                 target=_rank,
-                args=(results, Ranks(rank, **chosen), home, timeout, work, arguments, namespaces[rank : rank + 1]),
+                args=(
+                    results,
+                    Ranks(rank, **chosen),
+                    home,
+                    timeout,
+                    work,
+                    arguments,
+                    namespaces[rank : rank + 1],
+                    device,
+                ),
             )
             for rank in range(Ranks(0, **chosen).world)
         ]
@@ -83,6 +95,7 @@ def _rank(
     work: Callable[..., Any],
     arguments: tuple[Any, ...],
     namespaces: Sequence[str],
+    device: str,
 ) -> None:
     entered = ExitStack()
     for namespace in namespaces:
@@ -93,7 +106,7 @@ def _rank(
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         store = dist.FileStore(str(Path(home) / "store"), ranks.world)
-        join(ranks, store, torch.device("cpu"), timeout)
+        join(ranks, store, devices.of_rank(torch.device(device), ranks.rank), timeout)
         result = work(ranks, *arguments)
         store.set(f"done {ranks.rank}", "")
         # One that leaves early would break the others' connections.

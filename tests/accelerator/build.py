@@ -1,6 +1,6 @@
 """The emulated device: built once for a version of its source, torch and Python, and how processes get it.
 
-    python -m tests.accelerator.build      builds it, and prints the variables of an environment that has it
+python -m tests.accelerator.build      builds it, and prints the variables of an environment that has it
 """
 
 from __future__ import annotations

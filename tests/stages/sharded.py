@@ -170,7 +170,7 @@ def one_step(ranks: Ranks, kind: str, how: str, normalization: str, options: dic
 
 def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """numpy, which crosses processes by value."""
-    return {name: value.detach().float().numpy().copy() for name, value in tensors.items()}
+    return {name: value.detach().float().cpu().numpy().copy() for name, value in tensors.items()}
 
 
 def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any], of_ppo: dict[str, Any]) -> dict[str, Any]:
@@ -373,14 +373,15 @@ def left_alone(ranks: Ranks) -> str:
     return message
 
 
-def taking_turns(ranks: Ranks, kind: str, compute: str) -> list[str]:
+def taking_turns(ranks: Ranks, kind: str, compute: str, device: str = "cpu") -> list[str]:
     """Two steps with an allgather-swap after each, into the tensors of a decoder: it has the engine's weights, and training
     goes on as it does without."""
     state = model_state(model_of(kind).config, torch.float32)
     ended = []
     for swapping in (False, True):
-        engine = ShardedTrainEngine(model_of(kind), ranks, compute=getattr(torch, compute), **OPTIONS)
-        decoder = TorchDecoder(model_of(kind, dtype=getattr(torch, compute)), torch.device("cpu"), packed=False)
+        options = {**OPTIONS, "device": device, "compute": getattr(torch, compute)}
+        engine = ShardedTrainEngine(model_of(kind), ranks, **options)
+        decoder = TorchDecoder(model_of(kind, dtype=getattr(torch, compute)), engine.device, packed=False)
         names, dtype = ("vllm" if decoder.fused else "hf"), getattr(torch, compute)
         plan = plan_reshard(
             placement(state, ranks),

@@ -74,7 +74,7 @@ def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) 
         rank=ranks.rank,
         world_size=ranks.world,
         timeout=timedelta(seconds=timeout),
-        device_id=None if device.index is None else device,
+        device_id=device if device.index is not None and devices.splits_groups(device) else None,
     )
     if ranks.rank == 0:
         store.set(_SECRET, secrets.token_hex(32))

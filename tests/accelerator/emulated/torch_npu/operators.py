@@ -24,8 +24,8 @@ for schema in SCHEMAS:
 
 
 def counted(function: Any) -> Any:
-    """Register ``function`` for the device, under its own name. It takes arguments by their names in the schema; those that
-    it does not take must be as the schema has them by default."""
+    """Register ``function`` for the device as the operator of its name, which is returned. It takes arguments by their names
+    in the schema; those that it does not take must be as the schema has them by default."""
     schema = getattr(torch.ops.npu, function.__name__).default._schema
     taken = inspect.signature(function).parameters
 
@@ -38,7 +38,7 @@ def counted(function: Any) -> Any:
         return function(**{name: value for name, value in given.items() if name in taken})
 
     library.impl(function.__name__, run, "PrivateUse1")
-    return function
+    return getattr(torch.ops.npu, function.__name__)
 
 
 def scores(
@@ -148,22 +148,20 @@ def npu_swiglu_backward(grad_output: torch.Tensor, input: torch.Tensor, dim: int
     return torch.cat([to_gate, grad_output * gate * sigmoid], dim)
 
 
-operators = torch.ops.npu
-
-
 class Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            out, scale = operators.npu_rms_norm(x, gamma, epsilon)
+            out, scale = npu_rms_norm(x, gamma, epsilon)
         ctx.save_for_backward(x, gamma, scale)
         ctx.mark_non_differentiable(scale)
         return out, scale
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
-        to_x, to_gamma = operators.npu_rms_norm_backward(gradient, *ctx.saved_tensors)
-        return to_x, to_gamma.to(ctx.saved_tensors[1].dtype), None
+        x, gamma, scale = ctx.saved_tensors
+        to_x, to_gamma = npu_rms_norm_backward(gradient, x, gamma, scale)
+        return to_x, to_gamma.to(gamma.dtype), None
 
 
 class Swiglu(torch.autograd.Function):
@@ -172,15 +170,16 @@ class Swiglu(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.dim = dim
         with torch._C._AutoDispatchBelowAutograd():
-            return operators.npu_swiglu(x, dim)
+            return npu_swiglu(x, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return operators.npu_swiglu_backward(gradient, *ctx.saved_tensors, ctx.dim), None
+        return npu_swiglu_backward(gradient, *ctx.saved_tensors, ctx.dim), None
 
 
 library.impl("npu_rms_norm", lambda x, gamma, epsilon=1e-6: Norm.apply(x, gamma, epsilon), "AutogradPrivateUse1")
 library.impl("npu_swiglu", lambda x, dim=-1: Swiglu.apply(x, dim), "AutogradPrivateUse1")
+
 
 def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
     """Of integers too, which torch's kernel for the CPU does not take."""
@@ -189,7 +188,3 @@ def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) 
 
 torch_operators = torch.library.Library("aten", "IMPL")
 torch_operators.impl("histc", histc, "PrivateUse1")
-npu_fusion_attention = operators.npu_fusion_attention
-npu_fusion_attention_grad = operators.npu_fusion_attention_grad
-npu_rms_norm = operators.npu_rms_norm
-npu_swiglu = operators.npu_swiglu
