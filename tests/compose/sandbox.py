@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,25 +23,6 @@ def missing(*programs: str) -> str:
     packages = {"bwrap": "bubblewrap", "promtool": "prometheus", "ip": "iproute2", "nsenter": "util-linux"}
     needed = " ".join(dict.fromkeys(packages.get(name, name) for name in lacking))
     return f"{', '.join(lacking)} not installed (Debian: apt install {needed})" if lacking else ""
-
-
-def host_system() -> list[str]:
-    """bwrap's arguments for a root with this machine's programs, read-only, and none of its data."""
-    interpreter = Path(sys.base_prefix)
-    folders = [Path("/etc"), Path("/opt"), Path("/run"), Path("/run/secrets"), *reversed(interpreter.parents[:-1])]
-    arguments = [part for folder in folders for part in ("--perms", "755", "--dir", str(folder))]
-    arguments += ["--ro-bind", "/usr", "/usr"]
-    for name in ("bin", "sbin", "lib", "lib64"):
-        path = Path("/") / name
-        if path.is_symlink():
-            arguments += ["--symlink", os.readlink(path), str(path)]
-        elif path.exists():
-            arguments += ["--ro-bind", str(path), str(path)]
-    for name in ("alternatives", "ld.so.cache", "ssl"):
-        arguments += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    if not interpreter.is_relative_to("/usr"):
-        arguments += ["--ro-bind", str(interpreter), str(interpreter)]
-    return arguments
 
 
 def as_user(user: str, groups: Sequence[str] = ()) -> list[str]:
