@@ -58,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text, conversation = blocks(KEYS, "json")
     (made / "questions.jsonl").write_text(text)
     (made / "conversations.jsonl").write_text(conversation)
+    (made / "sums.jsonl").write_text(blocks(ROOT / "docs" / "rewards.md", "json")[0])
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
     (made / "chat.jinja").write_text(template)
     rows = [{"prompt": "How high is it?", "answer": "4806"}]

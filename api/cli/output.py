@@ -36,8 +36,9 @@ def print_json(value: Any) -> None:
 
 
 def table(*columns: str, right: tuple[str, ...] = (), **options: Any) -> Table:
-    """Return a table without borders. No column but the last is broken into lines; those in ``right`` are aligned right."""
-    made = Table(box=None, pad_edge=False, show_edge=False, **options)
+    """Return a table without borders. No column but the last is broken into lines; those in ``right`` are aligned right.
+    Columns without names have no row of names."""
+    made = Table(box=None, show_header=any(columns), pad_edge=False, show_edge=False, **options)
     for column in columns:
         justify = "right" if column in right else "left"
         made.add_column(column, justify=justify, no_wrap=column != columns[-1])  # type: ignore[arg-type]

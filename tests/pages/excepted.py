@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.pages.page import ROOT, Block
@@ -10,6 +11,7 @@ DOCKER = "Docker: `make compose-check` executes it where Docker is, tests/compos
 MEASURED = "a measurement of minutes to hours; tests/benchmarks/test_commands.py reads its arguments"
 # By the beginning of a command.
 COMMANDS = {
+    "asyncdock pairs runs/tiny-1-0": "a run of the measurement above it; tests/test_plain_install.py executes it",
     "make demo": "ten minutes and a package index; it is `asyncdock run quickstart`",
     "make test": "this suite",
     "python -m benchmarks.index_scale": MEASURED,
@@ -19,7 +21,8 @@ WHOLE = {
     "compose/README.md": DOCKER,
     "docs/two-machines.md": "a second machine; tests/orchestration/run/test_hosts.py executes it in two networks",
 }
-MEASUREMENTS = ("python -m benchmarks.", "sudo python -m benchmarks.")
+# On the pages of docs/measurements.
+MEASUREMENT = re.compile(r"(sudo )?python -m benchmarks\.")
 
 
 def why(page: Path, command: str) -> str:
@@ -27,7 +30,7 @@ def why(page: Path, command: str) -> str:
     name = str(page.relative_to(ROOT))
     if name in WHOLE:
         return WHOLE[name]
-    if name.startswith("docs/measurements/") and command.startswith(MEASUREMENTS):
+    if name.startswith("docs/measurements/") and MEASUREMENT.match(command):
         return MEASURED
     return next((reason for start, reason in COMMANDS.items() if command.startswith(start)), "")
 

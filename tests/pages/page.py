@@ -53,11 +53,12 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The lines of a shell, without remarks, each command in one line; none where it is no shell's."""
+        """The commands of a shell, each in one line, without the variables that are set before it."""
         if self.kind not in ("bash", "console"):
             return []
         lines = self.shell.replace("\\\n", " ").splitlines()
-        return [line for line in lines if line.strip() and not line.startswith("#")]
+        commands = [re.sub(r"^(\w+=(\".*?\"|[^\s$(\"]*)\s*)+(?=\S|$)", "", line) for line in lines]
+        return [command for command in commands if command.strip() and not command.startswith("#")]
 
     @property
     def shell(self) -> str:

@@ -5,12 +5,15 @@ ip link set lo up
 mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray
 terminals=()
 
-# Commands and programs in this shell: `block LINE FILE [OUTPUT]`.
+# Commands in this shell, of which nothing is left where no terminal is open: `block LINE`.
 block() {
   line=$1
   . "$blocks/$1.sh" > "$blocks/$1.out"
   if [ -e "$blocks/$1.expected" ]; then
     diff -uZ --label "$page" --label "what is printed" "$blocks/$1.expected" "$blocks/$1.out" >&2
+  fi
+  if [ "${#terminals[@]}" = 0 ]; then
+    nothing_left
   fi
 }
 
@@ -42,13 +45,9 @@ look() {
   done
 }
 
-# Ctrl-C in each terminal; then nothing may be left.
-end() {
-  line=end
-  local pid deadline=$((SECONDS + 60))
-  for pid in "${terminals[@]}"; do
-    kill -INT -- "-$pid" 2> /dev/null || true
-  done
+# Waits until nothing is left.
+nothing_left() {
+  local deadline=$((SECONDS + 60))
   look
   while [ -n "$left" ]; do
     if [ "$SECONDS" -gt "$deadline" ]; then
@@ -58,4 +57,14 @@ end() {
     sleep 0.1
     look
   done
+}
+
+# Ctrl-C in each terminal; then nothing may be left.
+end() {
+  local pid
+  line=end
+  for pid in "${terminals[@]}"; do
+    kill -INT -- "-$pid" 2> /dev/null || true
+  done
+  nothing_left
 }

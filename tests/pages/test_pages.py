@@ -1,4 +1,7 @@
-"""The commands and programs of every page, executed in order as they stand: `make test` the short pages, `make test-pages` all."""
+"""The commands and programs of every page, executed in order as they stand.
+
+`make test` has the short pages, `make test-pages` all.
+"""
 
 from __future__ import annotations
 

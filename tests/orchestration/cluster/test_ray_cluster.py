@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import socket
@@ -22,11 +21,10 @@ import stamina
 
 from orchestration.cluster import ray_cluster
 from orchestration.cluster.ray_cluster import ClusterRefused, find, look
-from tests.compose.sandbox import missing
 from tests.orchestration.cluster.test_ray import free_port
 
 pytest.importorskip("ray")
-PAGE = Path(__file__).parents[3] / "docs" / "ray.md"
+ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 TOKEN = "a token of sixteen or more characters".replace(" ", "-")
 
@@ -192,7 +190,7 @@ def test_the_cluster_of_a_run_alone_is_behind_a_token_that_no_other_program_know
 
 def asyncdock(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "api.cli.main", *arguments]
-    here = {"PYTHONPATH": str(PAGE.parents[1])}
+    here = {"PYTHONPATH": str(ROOT)}
     environment = {**os.environ, **here, **variables}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
 
@@ -227,24 +225,3 @@ def test_looking_takes_no_ray_into_this_process(home: Path, monkeypatch: pytest.
         "import sys; from orchestration.cluster.ray_cluster import find; find('local'); assert 'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_the_commands_of_the_page_run_as_they_stand(home: Path) -> None:
-    """In a network without other machines, and among no other processes: `ray stop` ends all of Ray."""
-    first, second = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    nothing_left = "! ps -e -o comm= | grep -q raylet\n"
-    script = (
-        f"set -e\nip link set lo up\nmkdir -p /tmp/ray\nmount -t tmpfs none /tmp/ray\n{first}{nothing_left}{second}"
-    )
-    apart = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    there = {**os.environ, "HOME": str(home), "PATH": f"{BIN}:{os.environ['PATH']}", "RAY_worker_niceness": "0"}
-    for name in ("RAY_ADDRESS", "RAY_TMPDIR", "TMPDIR"):
-        there.pop(name, None)
-    done = subprocess.run(
-        [*apart, "sh", "-c", script], cwd=home, env=there, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list((home / "runs").iterdir())) == 2
-    assert "cluster: 127.0.0.1:6379" in done.stdout
