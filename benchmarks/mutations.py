@@ -46,7 +46,9 @@ LEAST_SECONDS, SLOWER = 30.0, 6  # a mutation that takes so many times as long a
 INDEX = ("index/test_training_calls.py", "index/test_index_calls.py", "index/test_leases.py", "index/test_park.py")
 INDEX += ("index/test_pass_rates.py", "warehouse/test_dock.py", "index/test_stateful.py")
 INDEX = tuple(f"pipeline/{name}" for name in INDEX)
-ALGORITHMS = tuple(f"stages/algorithms/test_{name}.py" for name in ("interface", "policy_gradient", "grpo", "credit"))
+ALGORITHMS = ("credit", "masks", "kl", "grpo", "policy_gradient", "interface")
+ALGORITHMS = tuple(f"stages/algorithms/test_{name}.py" for name in ALGORITHMS)
+PPO = ("stages/algorithms/test_ppo.py", "stages/algorithms/test_value_rates.py")
 TRAIN = (
     "stages/engines/torch/test_train.py",
     "stages/training/test_masked_rows.py",
@@ -67,7 +69,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/index/lua/warehouses.lua": (*INDEX[:2], "pipeline/warehouse/test_nodes.py"),
     "pipeline/index/lua/prompts.lua": ("pipeline/index/test_pass_rates.py", "stages/prompts/test_external.py"),
     "pipeline/index/claims.py": INDEX[:-1],
-    "pipeline/index/client.py": INDEX[:-1],
+    "pipeline/index/client.py": (*INDEX[:-1], "pipeline/warehouse/test_nodes.py"),
     "pipeline/index/training.py": INDEX[:-1],
     "pipeline/index/address.py": ("pipeline/index/test_embedded_address.py",),
     "pipeline/warehouse/wire/protocol.py": WIRE,
@@ -77,13 +79,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "stages/algorithms/named.py": (*ALGORITHMS, "stages/training/test_step_metrics.py"),
     "stages/algorithms/policy_gradient/base.py": (*ALGORITHMS, "stages/training/test_masked_rows.py"),
     "stages/algorithms/policy_gradient/grpo.py": ALGORITHMS,
-    "stages/algorithms/policy_gradient/ppo.py": ("stages/algorithms/test_ppo.py", *ALGORITHMS),
+    "stages/algorithms/policy_gradient/ppo.py": (*PPO, *ALGORITHMS),
     "stages/algorithms/policy_gradient/reinforce_pp.py": ALGORITHMS,
     "stages/algorithms/policy_gradient/distillation.py": ALGORITHMS,
     "stages/algorithms/supervised/dpo.py": ("stages/algorithms/test_supervised.py",),
     "stages/algorithms/supervised/sft.py": ("stages/algorithms/test_supervised.py",),
-    "stages/engines/torch/packing.py": TRAIN,
-    "stages/engines/plans.py": ("stages/engines/test_plans.py", *TRAIN),
+    "stages/engines/torch/packing.py": ("stages/engines/torch/test_attention.py", *TRAIN),
+    "stages/engines/plans.py": ("stages/engines/test_plans.py", "stages/engines/test_dealing.py", *TRAIN),
     "stages/resharding/plan.py": ("stages/resharding/test_plan.py",),
     "stages/resharding/layout.py": ("stages/resharding/test_layout.py", "stages/resharding/test_plan.py"),
     "orchestration/run/checkpoint.py": (
@@ -91,8 +93,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "api/server/access/limits.py": ACCESS,
     "api/server/access/tokens.py": ACCESS,
-    "api/server/access/sessions.py": (*ACCESS, "api/test_values.py"),
-    "api/server/access/submission_policy.py": ACCESS,
+    "api/server/access/sessions.py": ("api/server/access/test_connections.py", *ACCESS, "api/test_values.py"),
+    "api/server/access/submission_policy.py": ACCESS[::-1],
 }
 
 AREAS = {

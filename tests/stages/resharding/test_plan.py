@@ -184,6 +184,13 @@ def test_memory_follows_from_what_is_alive(made: tuple[ModelState, ReshardPlan])
     assert all(a <= b for phase in phases.values() for a, b in zip(phase.after, phase.live, strict=True))
 
 
+def test_adamw_keeps_two_moments_of_each_weight_and_a_gradient_within_a_step() -> None:
+    state = model_state(moe_config())
+    whole = place(state, Layout())
+    assert adamw_bytes(whole) == (3 * state.nbytes,)
+    assert adamw_bytes(whole, gradients=False) == (2 * state.nbytes,)
+
+
 # --- MindSpeed RL's Eq. 3 ----------------------------------------------------------------------------------------------
 
 
