@@ -12,16 +12,15 @@ from orchestration.recipe.values import format_size
 
 
 def refusal(path: Path, need: int, error: OSError) -> str:
-    """Returns in words that ``path`` could not be written for ``error``; ``need``: bytes."""
+    """Returns in words that ``path`` could not be written for ``error``; ``need``: bytes, 0 where that is
+    not known."""
     reason = error.strerror or str(error)
     try:
         free = f"{format_size(shutil.disk_usage(path.parent).free)} free"
     except OSError:
         free = "unknown room"
-    return (
-        f"{path} cannot be written ({reason}): {format_size(need)} are needed, and its disk has {free}; free room there, or "
-        "make it writable"
-    )
+    needed = f"{format_size(need)} are needed, and" if need else "it needs room, and"
+    return f"{path} cannot be written ({reason}): {needed} its disk has {free}; free room there, or make it writable"
 
 
 @contextlib.contextmanager

@@ -107,11 +107,15 @@ class MetricsFile:
     def __enter__(self) -> MetricsFile:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> str:
+        """Write what the disk has refused so far. Returns why events are lost, "" where none is."""
         self._write()
-        if self.refused:
-            log.error("events of the run are lost", reason=self.refused)
         self._file.close()
+        return self.refused and f"events of the run are lost: {self.refused}"
+
+    def __exit__(self, *_: object) -> None:
+        if not self._file.closed and (lost := self.close()):
+            log.error(lost)
 
 
 def _made_after(version: int, event: Mapping[str, Any]) -> bool:

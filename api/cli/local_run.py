@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +158,8 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
         if outcome is not None and not progress.ended:  # the index did not record the end
             ended = {"state": outcome.state, "reason": outcome.reason}
             show_event(Event(next_id(metrics.last), time.time(), "state", ended))
+        if outcome is not None and (lost := metrics.close()):
+            return replace(outcome, state="failed", reason=f"the run has {outcome.state}, and {lost}")
         return outcome
 
 
@@ -178,6 +181,12 @@ async def execute(run: Run, follow: Callable[[], Any], say: Callable[[str], None
     stop = asyncio.Event()
     following = asyncio.create_task(follow())
     executing = asyncio.create_task(run.execute(stop))
+
+    def stop_if_events_are_lost(followed: asyncio.Task[None]) -> None:
+        if not followed.cancelled() and isinstance(followed.exception(), OSError):
+            stop.set()
+
+    following.add_done_callback(stop_if_events_are_lost)
 
     def interrupt() -> None:
         if not stop.is_set():

@@ -9,6 +9,8 @@ import typer
 
 from api.cli.output import refuse
 from api.terminal.screen import write
+from orchestration.disk import refusal
+from orchestration.streams import NO_ROOM
 
 
 def pairs_command(
@@ -26,6 +28,8 @@ def pairs_command(
 
     try:
         pairs, groups = export_pairs(run_dir, out, margin, cut=not whole)
-    except (PairsError, OSError) as error:
+    except PairsError as error:
         refuse(error)
+    except OSError as error:
+        refuse(f"out: {refusal(out, 0, error)}" if error.errno in NO_ROOM else error)
     write(f"{pairs} pairs of {groups} groups are in {out}")

@@ -12,10 +12,12 @@ from typing import Annotated
 
 import typer
 
-from api.cli.exit_codes import BAD_INPUT, INTERRUPTED, NO_SERVICE
+from api.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
 from api.cli.output import refuse
 from api.client.credentials import DEFAULT_SERVER, KeyringError, find_token
 from api.terminal.screen import write
+from orchestration.disk import refusal
+from orchestration.streams import NO_ROOM
 
 
 def track_command(
@@ -39,6 +41,10 @@ def track_command(
         count = asyncio.run(_from_server(run, to, into, server) if server else _from_folder(folder, to, into))
     except (TrackError, KeyringError) as error:
         refuse(error)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        refuse(f"--into: {refusal(into, 0, error)}; called again it goes on where it was", FAILED)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     write(f"{count} points of {folder.name} are in {into}")

@@ -23,9 +23,10 @@ from typing import Any, Protocol
 
 from api.telemetry.history import BEGINNING, History
 from api.telemetry.totals import RunTotals, per_second, shares
-from orchestration.events_file import METRICS, finite_numbers
+from orchestration.disk import replacing
+from orchestration.events_file import METRICS, finite_numbers, read_metrics
 from pipeline.compat.extras import ExtraMissing, extra
-from pipeline.events import ENDED, Event
+from pipeline.events import ENDED, Event, order
 from pipeline.index.client import Index, IndexUnreachable
 
 TRACKED = "tracked.json"  # in the tracker's folder: the run's id and that of the last event shown
@@ -270,9 +271,33 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
                     if state in ENDED and after == await history.newest():
                         return
                     await history.wait(after, WAIT_SECONDS)
+    _refuse_behind(after, folder / METRICS)
     async for page in History(None, folder / METRICS).pages(after):
         for event in page:
             yield event
+
+
+def _tracked(file: Path) -> dict[str, str] | None:
+    """What was shown before; None: nothing. Raises TrackError for a damaged file."""
+    try:
+        known: dict[str, str] = json.loads(file.read_text())
+        return {key: known[key] for key in ("run", "after", "key")}
+    except FileNotFoundError:
+        return None
+    except (ValueError, LookupError, TypeError) as error:
+        fix = "it says which events were shown: give another folder, or remove this one to show all of them again"
+        raise TrackError(f"--into: {file} is damaged ({error!r:.100}); {fix}") from None
+
+
+def _refuse_behind(after: str, metrics: Path) -> None:
+    """Raises TrackError when all events of the ended run with ``metrics`` are before ``after``, which the tracker has shown:
+    none would ever be shown again."""
+    newest = max((event.id for event in read_metrics(metrics)), key=order, default=BEGINNING)
+    if order(after) > order(newest):
+        raise TrackError(
+            f"--into: it has shown events up to id {after}, and {metrics} ends with {newest}: an older version has resumed "
+            "the run with a clock that was behind, or the file is another one; give another folder, which gets all events"
+        )
 
 
 async def track(
@@ -282,7 +307,7 @@ async def track(
     TrackError when ``into`` holds another run."""
     into.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     file = into / TRACKED
-    known = json.loads(file.read_text()) if file.exists() else {"run": run, "after": BEGINNING, "key": ""}
+    known = _tracked(file) or {"run": run, "after": BEGINNING, "key": ""}
     if known["run"] != run:
         raise TrackError(
             f"--into: {into} has run {known['run']!r}, and {run!r} would be mixed with it; give another folder"
@@ -293,9 +318,9 @@ async def track(
 
     def save() -> None:
         tracker.flush()
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps({"run": run, "after": after, "key": tracker.key}))
-        partial.replace(file)
+        text = json.dumps({"run": run, "after": after, "key": tracker.key})
+        with replacing(file, len(text)) as partial:
+            partial.write_text(text)
 
     try:
         async for event in events(after):

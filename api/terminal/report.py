@@ -11,7 +11,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from api.telemetry.progress import Progress
 from api.telemetry.totals import shares
 from api.terminal.live import duration, mean, number, unscored
 from api.terminal.screen import pairs_table
+from orchestration.disk import replacing
 from orchestration.events_file import METRICS, finite, read_metrics
 from orchestration.recipe.devices import assign, on_this_node, shown
 from orchestration.recipe.planner import Plan, prompt_limits
@@ -59,17 +60,22 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
         progress.apply(event)
     summary = summarize(progress, seconds=seconds, checkpoint=checkpoint)
     summary["resume_after_step"] = None if progress.state == "finished" else saved
-    files, missing = [out_dir / SUMMARY], []
-    (out_dir / SUMMARY).write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
-    if progress.evaluations:
-        (out_dir / SAMPLES).write_text(samples_markdown(progress), encoding="utf-8")
-        files.append(out_dir / SAMPLES)
-    if progress.made:
+    files, missing = list[Path](), list[str]()
+
+    def written(name: str, write: Callable[[Path], object]) -> None:
+        path = out_dir / name
         try:
-            write_plot(out_dir / PLOT, progress)
-            files.append(out_dir / PLOT)
-        except ExtraMissing as error:
-            missing.append(f"{PLOT}: {error}")
+            with replacing(path, 0) as partial:
+                write(partial)
+            files.append(path)
+        except (ExtraMissing, OSError) as error:
+            missing.append(f"{name}: {error.strerror if isinstance(error, OSError) else error}")
+
+    written(SUMMARY, lambda path: path.write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8"))
+    if progress.evaluations:
+        written(SAMPLES, lambda path: path.write_text(samples_markdown(progress), encoding="utf-8"))
+    if progress.made:
+        written(PLOT, lambda path: write_plot(path, progress))
     return Report(summary, [*files, out_dir / METRICS], missing, _notes(progress))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -33,6 +34,7 @@ import stamina
 import structlog
 
 from orchestration.cluster.ray_hosts import RayHosts
+from orchestration.disk import refusal
 from orchestration.elastic.budget import RestartBudget
 from orchestration.elastic.scale import SCALE
 from orchestration.private_files import write_private
@@ -59,7 +61,7 @@ from orchestration.service.registry import CHECKPOINT_REPORTED, LIVE
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.address import Address, split_password
-from pipeline.index.client import EVALUATED, INDEX_VARIABLE, Index, IndexUnreachable
+from pipeline.index.client import EVALUATED, INDEX_VARIABLE, Index, IndexRefused, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex, served_by_tls
 from pipeline.node import AUTO, own_address, owned_prefix
 from pipeline.warehouse.arena import shared_memory_directory
@@ -200,8 +202,7 @@ class Run:
                 outcome = await self._execute(sockets, stop or asyncio.Event(), launcher)
             except Exception as error:
                 log.exception("the run cannot go on")
-                kind = "" if isinstance(error, RunError) else f"{type(error).__name__}: "
-                outcome = Outcome("failed", f"{kind}{error}")
+                outcome = Outcome("failed", _reason(error, self.out_dir))
             newest = checkpoint.latest(self.out_dir / "checkpoints")
             seconds = time.monotonic() - began
             return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
@@ -406,6 +407,16 @@ def _joining_command(join: str, token: str, run: str, workers: int) -> str:
     return " ".join([*assigned, "asyncdock host --run", run, *several])
 
 
+def _reason(error: Exception, out: Path) -> str:
+    """Returns why the run in ``out`` has failed with ``error``."""
+    if "AOF" in str(error) and isinstance(error, IndexRefused):  # the server does not say where its file is
+        refused, files = OSError(errno.ENOSPC, str(error)), (out / "index").rglob("*.aof")
+        return (
+            f"index: {refusal(out / 'index', sum(file.stat().st_size for file in files), refused)}, and resume the run"
+        )
+    return str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+
+
 def _prepare_store(url: str, start: Checkpoint | None, keep: int) -> None:
     """Check that checkpoints can be copied to ``url``, and copy there the one that the run begins with."""
     from orchestration.run.storage.store import CheckpointStore
@@ -413,6 +424,7 @@ def _prepare_store(url: str, start: Checkpoint | None, keep: int) -> None:
     store = CheckpointStore(url)
     store.probe()
     if start is not None and start.path.name not in store.names():
+        start.verify()
         store.push(start.path, keep)
 
 

@@ -30,7 +30,7 @@ from orchestration.processes.starter import Starter
 from orchestration.recipe.sections import LaunchSection
 from orchestration.service.index_server import ServiceIndex
 from orchestration.service.lifecycle import LEASE_VARIABLE, conclude, shared_prefix
-from orchestration.service.registry import LEASE_SECONDS, ActiveRun, Registry
+from orchestration.service.registry import LEASE_SECONDS, ActiveRun, Registry, UnknownRun
 from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
@@ -258,9 +258,18 @@ class Agent:
         used = {run.record.id for run in active} | self._supervised.keys()
         prefix = shared_prefix(self.folders)
         for left in shared_memory_directory().glob(f"{prefix}*"):
-            if left.name.removeprefix(prefix) not in used:
+            run = left.name.removeprefix(prefix)
+            if run not in used and await self._knows_end(run):
                 log.info("removed shared memory of an ended run", folder=str(left))
                 await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
+
+    async def _knows_end(self, run: str) -> bool:
+        """Whether the list has ``run`` as ended, or it was deleted. A list that does not know a run whose folder is here is
+        another one: the service's index is on a disk that is not mounted."""
+        try:
+            return (await self._registry.get(run)).state in ENDED
+        except UnknownRun:
+            return not await asyncio.to_thread((self.folders / run).exists)
 
 
 async def _exit_reason(process: Child | Process) -> str:

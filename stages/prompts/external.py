@@ -64,6 +64,10 @@ class ExternalPrompts:
     async def begin(self) -> None:
         """Read the prompts of an earlier process from the file."""
         self.too_long.resume()
+        if not self.path.exists() and (await self.index.status()).admitted:
+            raise PromptError(
+                f"prompts: {self.path} is not there, which has the prompts that the run was given so far; put it back"
+            )
         self.path.touch(mode=0o600)
         text = self.path.read_bytes()
         whole = text[: text.rfind(b"\n") + 1]
@@ -107,10 +111,18 @@ class ExternalPrompts:
                 reason = str(error) if isinstance(error, PromptError) else f"{type(error).__name__}: {error}"
             log.warning("prompt left out", position=position, reason=reason)
             await self.index.emit(PromptEvent(position=position, change="left out", reason=reason))
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
+        text = "".join(lines)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"prompts: {self.path} cannot be written ({error.strerror}): {len(text.encode())} bytes are needed; free "
+                "room on its disk, the prompts wait in the index until then",
+            ) from error
         self._rows += rows
         self._position += len(prompts)
         await self.index.remove_prompts(self._position)

@@ -114,7 +114,17 @@ class CheckpointStore:
             self._make_folder(f"{self._root}/{name}/{folder}".removesuffix("/."))
         self._files.put([str(path) for path in files.values()], [f"{self._root}/{name}/{file}" for file in files])
 
+    def _has(self, checkpoint: Path) -> bool:
+        """Whether the URL has this checkpoint, by its digests: a copy is not removed to make another one."""
+        path = checkpoint / MANIFEST
+        if checkpoint.name not in self.names() or not path.is_file():
+            return False
+        there = f"{self._root}/{checkpoint.name}/{MANIFEST}"
+        return bool(self._files.exists(there) and self._files.cat_file(there) == path.read_bytes())
+
     def _push(self, checkpoint: Path) -> None:
+        if self._has(checkpoint):
+            return
         files = {path.relative_to(checkpoint).as_posix(): path for path in _files_below(checkpoint)}
         root, partial_name = f"{self._root}/{checkpoint.name}", f".{checkpoint.name}.partial"
         self._remove(checkpoint.name)

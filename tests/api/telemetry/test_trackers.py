@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from api.cli.local_run import watch_run
 from api.cli.main import app
 from api.telemetry.trackers import (
     Mlflow,
@@ -27,7 +30,9 @@ from api.telemetry.trackers import (
 )
 from orchestration.events_file import METRICS, MetricsFile
 from orchestration.recipe.load import load_recipe
-from pipeline.events import Event
+from orchestration.run.run import Run
+from pipeline.events import Event, order
+from tests.orchestration.runs import MOCK, recipe
 
 START = 1_700_000_000
 
@@ -80,6 +85,13 @@ def test_shares_of_a_worker_are_those_between_two_steps() -> None:
     assert "train/step" not in found[0].numbers
     found = list(points.of(step(3, loss=float("nan"))))
     assert found[0].numbers == {"train/reward_mean": 0.75}
+
+
+async def shown(folder: Path, into: Path) -> list[Point]:
+    """The points of the run in ``folder`` that are shown now."""
+    kept = Kept()
+    await track(lambda after: events_of_folder(folder, after), folder.name, into, lambda *_: kept, {})
+    return kept.points
 
 
 async def test_tracking_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -304,3 +316,41 @@ def test_what_cannot_be_tracked_is_refused(tmp_path: Path) -> None:
     nowhere = CliRunner().invoke(app, ["track", str(tmp_path / "nowhere")])
     assert nowhere.exit_code == 2
     assert "not the folder of a run" in nowhere.output
+
+
+async def test_a_tracker_that_is_ahead_of_all_events_says_so_instead_of_showing_none_for_ever(tmp_path: Path) -> None:
+    """As it is once a clock was set back under an older version."""
+    folder = run_folder(tmp_path / "run", 2)
+    await shown(folder, tmp_path / "into")
+    known = json.loads((tmp_path / "into" / "tracked.json").read_text())
+    (tmp_path / "into" / "tracked.json").write_text(json.dumps({**known, "after": f"{START + 60}000-0"}))
+    with pytest.raises(TrackError, match=rf"events up to id {START + 60}000-0, and .*metrics.jsonl ends with"):
+        await shown(folder, tmp_path / "into")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run": "x"}'])
+async def test_a_damaged_record_of_what_was_shown_is_named(content: str, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", 2)
+    (tmp_path / "into").mkdir()
+    (tmp_path / "into" / "tracked.json").write_text(content)
+    with pytest.raises(TrackError, match=f"{tmp_path / 'into' / 'tracked.json'} is damaged"):
+        await shown(folder, tmp_path / "into")
+    assert (tmp_path / "into" / "tracked.json").read_text() == content
+
+
+async def test_ids_of_a_resumed_run_do_not_fall_and_its_steps_are_shown(tmp_path: Path) -> None:
+    """With a clock that is 60 s behind: to the run, ids that were given by one 60 s ahead are the same."""
+    folder, screen = tmp_path / "run", Console(file=io.StringIO())
+    await watch_run(Run.create(recipe(MOCK, train__steps=2), folder), screen, json=False, plain=True)
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    for line in lines:
+        milliseconds, number = order(line["id"])
+        line["id"] = f"{milliseconds + 60_000}-{number}"
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = await shown(folder, tmp_path / "into")
+    assert [point.step for point in before if "train/loss" in point.numbers] == [0, 1]
+    await watch_run(Run.resume(folder, ["train.steps=4"]), screen, json=False, plain=True)
+    ids = [order(json.loads(line)["id"]) for line in (folder / METRICS).read_text().splitlines()]
+    assert ids == sorted(set(ids))
+    after = await shown(folder, tmp_path / "into")
+    assert [point.step for point in after if "train/loss" in point.numbers] == [2, 3]
