@@ -252,8 +252,11 @@ def _forecast_view(
     more, later = (one.tokens_per_second / found.tokens_per_second - 1 for one in (better, staler))
     if found.busiest == "training":
         why = "training: the trainer is busy for the largest share of the time"
-    else:
+    elif found.busiest == "generation":
         why = "generation: the rollout workers are busy for the largest share of the time"
+    else:
+        source = costs.sources.get("between_steps", "")
+        why = f"between steps: {costs.between_steps:.2g} s of claims, commits and publishing for each step ({source})"
     rows = [
         (
             "throughput",
@@ -261,7 +264,8 @@ def _forecast_view(
         ),
         (
             "share of time",
-            f"generation {found.generation:.1%}, training {found.training:.1%}, trainer waits {found.waiting:.1%}",
+            f"generation {found.generation:.1%}, training {found.training:.1%}, trainer waits {found.waiting:.1%}, "
+            f"between steps {found.between:.1%}",
         ),
         ("limit", why),
         (

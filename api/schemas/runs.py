@@ -130,7 +130,8 @@ class ForecastView(BaseModel):
     staleness_mean: float
     staleness_p95: int
     staleness_max: int
-    busiest: str = Field(description="The stage that limits the throughput: generation or training.")
+    between: float = Field(description="Share between two steps: claims, commits, publishing.")
+    busiest: str = Field(description="What limits the throughput: generation, training, or between steps.")
 
 
 class WhatIfView(BaseModel):

@@ -40,7 +40,6 @@ FUTURE_KEYS = {
 STAND_INS: dict[str, dict[str, Any]] = {
     "model": {"source": "tiny"},
     "prompts": {"source": "jsonl", "path": "?"},
-    "reward": {"functions": [{"name": "?"}]},
     "train": {"steps": 1},
 }
 

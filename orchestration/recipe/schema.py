@@ -59,7 +59,7 @@ class Recipe(Section):
     model: ModelSection
     prompts: PromptOptions
     rollout: RolloutSection = RolloutSection()
-    reward: RewardSection
+    reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     train: TrainSection
     critic: CriticSection = CriticSection()

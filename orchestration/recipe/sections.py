@@ -203,7 +203,10 @@ class RewardSection(Section):
     """Scoring of responses."""
 
     functions: list[RewardFunction] = key(
-        ..., "Reward functions; their weighted scores add up.", min_length=1, max_length=64
+        [],
+        "Reward functions; their weighted scores add up. Needed where responses are scored: where they are generated, and "
+        "in evaluations.",
+        max_length=64,
     )
     special_tokens: Literal["skip", "keep"] = key(
         "skip", "Of the texts that functions get. `keep`: such as `<think>`, but not the token that ends a response."

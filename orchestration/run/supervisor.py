@@ -42,7 +42,7 @@ from orchestration.guard.liveness import Liveness
 from orchestration.guard.watch import GuardFailed, GuardWatch, options_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
-from orchestration.run.kinds import WorkerKind, kind_of, workers_of
+from orchestration.run.kinds import WorkerKind, kind_of, remote_workers, workers_of
 from orchestration.run.launchers import Launcher, Life, Unplaceable
 from orchestration.service.registry import LIVE
 from orchestration.simulation.live import follow_costs
@@ -394,14 +394,10 @@ class Supervisor:
         return sorted(self._unready - elastic)
 
     async def _unplaced(self) -> list[str]:
-        """The workers that no host has started."""
-        alive = await self.index.alive()
-        lives = [
-            (worker, name, group.lives[worker])
-            for group in self._groups.values()
-            for worker, name in group.names.items()
-        ]
-        return [_shown(worker) for worker, name, life in lives if not life.pid and name not in alive]
+        """The workers that hosts are to start and that have never given a sign of life."""
+        alive, remote = await self.index.alive(), remote_workers(self.recipe)
+        names = {worker: name for group in self._groups.values() for worker, name in group.names.items()}
+        return [_shown(worker) for worker, name in names.items() if worker in remote and name not in alive]
 
     async def _report_ledger(self) -> None:
         """Emit what the run has made, also where no step reported it."""

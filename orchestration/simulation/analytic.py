@@ -22,6 +22,7 @@ from stages.engines.costs import Step, sent
 from stages.engines.strategies import Ranks
 
 BETWEEN_STEPS = 0.2  # seconds: claims, commits and the step's event of some thousand samples
+BETWEEN_STEPS_SOURCE = f"{BETWEEN_STEPS:g} s between two steps, as assumed"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -
         token_seconds=compute,
         reference_token_seconds=operations * tp,
         between_steps=BETWEEN_STEPS,
-        sources={**known, **ASSUMED, "between_steps": "assumed"},
+        sources={**known, **ASSUMED, "between_steps": BETWEEN_STEPS_SOURCE},
     )
 
 

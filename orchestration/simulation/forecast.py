@@ -12,13 +12,15 @@ from orchestration.simulation.simulator import Setup, Simulator, Step
 
 # Left out at either end, at most a quarter of the steps each: the pipeline fills in the first ones, and drains in the last.
 SETTLED_STEPS = 5
+BETWEEN = "between steps"
 
 
 @dataclass(frozen=True)
 class Forecast:
     """Between the first and last steps of a simulated run. Shares of that time: ``generation``, the part of the replicas'
     decoding capacity that the trained tokens needed; ``training`` and ``waiting``, in which the trainer trained, and waited
-    for samples. ``decoding``: share of the whole run in which a replica had responses to decode. Staleness of samples, in
+    for samples; ``between``, in which it did what is done between two steps. ``decoding``: share of the whole run
+    in which a replica had responses to decode. Staleness of samples, in
     versions. ``seconds``: of the whole run."""
 
     tokens_per_second: float
@@ -31,10 +33,14 @@ class Forecast:
     staleness_p95: int
     staleness_max: int
     seconds: float
+    between: float = 0.0
 
     @property
     def busiest(self) -> str:
-        """The stage that limits the throughput."""
+        """What limits the throughput: generation, training, or what is done between two steps, where the trainer neither
+        trains nor waits for samples."""
+        if self.between > max(self.generation, self.training, self.waiting):
+            return BETWEEN
         return "generation" if self.generation > self.training else "training"
 
 
@@ -101,4 +107,5 @@ def summary(steps: list[Step], setup: Setup, costs: Costs, busy: float) -> Forec
         staleness_p95=p95,
         staleness_max=max(max(step.staleness) for step in steps),
         seconds=steps[-1].at,
+        between=len(between) * costs.between_steps / seconds,
     )

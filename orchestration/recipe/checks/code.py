@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from orchestration.recipe.checks.registry import check, problem
 from orchestration.recipe.field_problems import field_problem
-from orchestration.recipe.problems import Problem, split_fix, suggest
+from orchestration.recipe.flow import flow_of
+from orchestration.recipe.problems import Problem, split_fix, suggest, value_or_none
 from orchestration.recipe.schema import Recipe
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, PARAMETERS, EngineUnknown, Side, engine_names, find_factory
@@ -77,6 +78,23 @@ def task_takes_config(recipe: Recipe) -> Iterator[Problem]:
             yield from option_problems(f"{key}.config", CONFIGS[str(part.task)], part.config)
 
 
+@check("reward.functions")
+def rewards_are_there(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.reward.functions:
+        return
+    given, scores = bool(recipe.prompts.responses), value_or_none(lambda: "reward" in flow_of(recipe))
+    key, fix = ("reward.functions", "name at least 1") if "reward" in recipe.model_fields_set else ("reward", "")
+    if not given and scores is not False:
+        yield Problem(key, None, "is missing", fix or "add a [reward] section")
+    elif recipe.evaluate.every:
+        wrong = "is missing, and evaluate.every asks for evaluations, which score responses"
+        yield Problem(key, None, wrong, f"{fix or 'add a [reward] section'}, or set evaluate.every = 0")
+    elif scores:
+        yield Problem(
+            key, None, "is missing, and a stage or the algorithm reads rewards", fix or "add a [reward] section"
+        )
+
+
 @check("reward.functions", "external")
 def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
     from stages.rewards.registry import RewardError, RewardFunctions, call_problem
@@ -97,7 +115,7 @@ def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
         else:
             if found := call_problem(function):
                 yield Problem(key, name, *found)
-    if all(function.weight == 0 for function in recipe.reward.functions):
+    if names and all(function.weight == 0 for function in recipe.reward.functions):
         yield Problem("reward.functions", None, "all have weight 0", "give at least one another weight")
 
 

@@ -43,6 +43,24 @@ def test_a_forecast_names_the_limit_and_what_one_more_worker_brings() -> None:
         assert part in text
 
 
+def test_a_tiny_model_on_a_fast_device_is_limited_by_what_is_between_its_steps() -> None:
+    """By hand: of a step of 0.2 s and next to nothing else, nearly all is the 0.2 s that are assumed."""
+    fast = ("run", "tiny", "--hardware", "flops=400e12,bandwidth=3e12", "--response-tokens", "4")
+    code, out, _ = plan(*fast, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["busiest"] == "between steps"
+    assert found["costs"]["between_steps"] == 0.2
+    assert found["forecast"]["step_seconds"] == pytest.approx(0.2, rel=0.1)
+    assert found["forecast"]["between"] == pytest.approx(0.2 / found["forecast"]["step_seconds"])
+    _, text, _ = plan(*fast)
+    words = " ".join(text.split())
+    assert "between steps: 0.2 s of claims, commits and publishing for each step" in words
+    assert "as assumed" in words
+    slow = plan("run", "tiny", "--hardware", "flops=4e8,bandwidth=3e12", "--response-tokens", "4", "--json")
+    assert json.loads(slow[1])["busiest"] == "training"
+
+
 def test_a_search_ranks_the_splits_and_writes_the_best(tmp_path: Path) -> None:
     best = tmp_path / "best.json"
     code, out, _ = plan("run", "mock", "--search", "--devices", "5", "--write", str(best), "--json")

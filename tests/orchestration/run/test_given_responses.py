@@ -42,6 +42,13 @@ def from_file(path: Path, responses: list[str], **changes: Any) -> Any:
     return recipe(data, prompts__responses=responses, algorithm__group_size=len(responses), **changes)
 
 
+SFT: dict[str, Any] = {
+    **TINY,
+    "prompts": {"source": "builtin", "task": "repeat", "responses": ["answer"], "max_prompt_tokens": 16},
+    "algorithm": {"name": "sft", "group_size": 1},
+}
+
+
 async def test_pairs_from_a_file_are_learned_without_generating_anything(tmp_path: Path) -> None:
     made = from_file(
         pairs(tmp_path / "pairs.jsonl"),
@@ -200,3 +207,22 @@ def test_a_row_without_its_response_is_named(tmp_path: Path) -> None:
     options = PromptOptions(source="jsonl", path=str(path), responses=["chosen", "rejected"])
     with pytest.raises(PromptError, match=r"line 4 has None in column 'rejected'"):
         load_prompts(options, load_tokenizer("tiny"), 0)
+
+
+def test_rewards_are_needed_only_where_something_is_scored() -> None:
+    given = {name: table for name, table in SFT.items() if name != "reward"}
+    assert recipe(given, evaluate__every=0).reward.functions == []
+    with pytest.raises(RecipeError, match=r"reward: is missing, and evaluate\.every asks for evaluations, which score"):
+        recipe(given, evaluate__every=2, prompts__held_out=0.1)
+    with pytest.raises(RecipeError, match=r"reward: is missing; add a \[reward\] section"):
+        recipe({name: table for name, table in TINY.items() if name != "reward"})
+    with pytest.raises(RecipeError, match=r"reward\.functions: is missing; name at least 1"):
+        recipe({**TINY, "reward": {"timeout": 5.0}})
+
+
+async def test_a_run_on_given_responses_needs_no_reward(tmp_path: Path) -> None:
+    given = {name: table for name, table in SFT.items() if name != "reward"}
+    watched, result = await complete(Run.create(recipe(given, evaluate__every=0), tmp_path / "run"))
+    assert result.state == "finished", result.reason
+    assert [step["step"] for step in watched.of("step")] == list(range(given["train"]["steps"]))
+    assert watched.run.recipe.reward.functions == []
