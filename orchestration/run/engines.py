@@ -236,7 +236,7 @@ def _vllm_rollout(
         model, tokenizer = _model(recipe, None)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    options = rollout.vllm.model_dump()
+    options = rollout.vllm.model_dump(include=set(type(rollout.vllm).model_fields))
     if longrope_change(recipe) is not None:
         options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
@@ -256,6 +256,7 @@ def _vllm_rollout(
         initial_version=version,
         adapters=recipe.adapters,
         first=first,
+        arguments=rollout.vllm.model_extra,
         **options,
     )
 
