@@ -78,7 +78,9 @@ class ModelSection(Section):
 
 
 class VllmSection(Section):
-    """Settings of `rollout.engine = "vllm"` beside those of `rollout`."""
+    """Settings of `rollout.engine = "vllm"` beside those of `rollout`. Other keys are further arguments of vLLM's engine."""
+
+    model_config = ConfigDict(extra="allow")
 
     max_model_len: Tokens | None = key(
         None,

@@ -238,7 +238,7 @@ def _vllm_rollout(
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     verify_part(folder)
-    options = rollout.vllm.model_dump()
+    options = rollout.vllm.model_dump(include=set(type(rollout.vllm).model_fields))
     if longrope_change(recipe) is not None:
         options["max_model_len"] = longest_row(recipe)  # vLLM chooses the factors by it
     engine: type[VllmRolloutEngine] = VllmRolloutEngine
@@ -259,6 +259,7 @@ def _vllm_rollout(
         adapters=recipe.adapters,
         first=first,
         sampled=_known_vocabulary(recipe),
+        arguments=rollout.vllm.model_extra,
         **options,
     )
 

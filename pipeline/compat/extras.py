@@ -46,6 +46,14 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+def install_vllm() -> str:
+    """Return what brings vLLM to this machine. Where there is torch_npu, it is vllm-ascend and the vllm that belongs to it:
+    the vllm of the extra has a torch for CUDA, which would replace that of the NPUs."""
+    if is_installed("torch_npu"):
+        return "install vllm-ascend and its vllm as docs/engines.md says, not the extra vllm"
+    return install("vllm")
+
+
 @contextmanager
 def extra(name: str) -> Iterator[None]:
     """Turn an ImportError of the imports inside into :class:`ExtraMissing`, which names the extra ``name``."""

@@ -23,7 +23,7 @@ from orchestration.recipe.load import fixed_problems, override, parse_recipe
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import Problem, RecipeError, suggest
 from orchestration.recipe.schema import Recipe
-from orchestration.recipe.sections import TLS_FILES
+from orchestration.recipe.sections import TLS_FILES, VllmSection
 from orchestration.recipe.values import format_size
 from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
@@ -142,6 +142,12 @@ class _Submission:
             if isinstance(template, str) and not _only_names_columns(template):
                 fix = "name columns alone, as {prompt}"
                 self.refuse(key, template, "uses more than the columns themselves", fix, "{prompt}")
+
+        vllm = self.value("rollout.vllm")
+        for name in [*vllm] if isinstance(vllm, dict) else []:
+            if name not in VllmSection.model_fields:  # some are paths, and some have vLLM run code of a model's folder
+                wrong, fix = "is passed to vLLM as it is, which a request may not", "take it out"
+                self.problems.append(Problem(f"rollout.vllm.{name}", vllm.pop(name), wrong, fix))
 
     def _each(self, table: str, key: str) -> Iterator[str]:
         """The dotted ``key`` of each entry of a list of tables."""

@@ -33,7 +33,7 @@ from orchestration.recipe.problems import Problem, split_fix, suggest, value_or_
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
-from pipeline.compat.extras import extra, install, is_installed
+from pipeline.compat.extras import extra, install, install_vllm, is_installed
 from pipeline.index.address import redacted
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
@@ -168,7 +168,7 @@ def vllm_is_installed(recipe: Recipe, environment: Environment) -> Iterator[Prob
     is_used = recipe.rollout.engine == "vllm" and recipe.runs_stage("rollout")
     is_here = environment.devices and recipe.launch.remote_rollouts < recipe.rollout.workers
     if is_used and is_here and not is_installed("vllm"):
-        yield problem(recipe, "rollout.engine", "needs the package vllm", install("vllm"))
+        yield problem(recipe, "rollout.engine", "needs the package vllm", install_vllm())
 
 
 @machine_check("model.source", "rollout.engine", "rollout.device", "external")

