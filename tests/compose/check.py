@@ -187,9 +187,9 @@ def copy_of_the_tree(place: Path) -> Path:
 
 
 def images() -> list[str]:
-    services = load()["services"].values()
+    services = [spec["image"] for spec in load()["services"].values()]
     first = [stage.base for stage in stages().values() if ":" in stage.base]
-    return sorted({*(spec["image"] for spec in services if "build" not in spec), *first})
+    return sorted({*(image for image in services if not image.startswith("asyncdock")), *first})
 
 
 def own_engine_override() -> dict[str, object]:
