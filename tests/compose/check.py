@@ -13,6 +13,7 @@ images then, and Grafana, of which there is no package, is left out. Needs root;
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import platform
 import shutil
@@ -32,7 +33,7 @@ from tests.compose import bases
 from tests.compose.engine import Engine, isolated
 from tests.compose.expected import AFTER, nothing_is_left
 from tests.compose.image import stages
-from tests.compose.page import PAGE, Command, Shell, commands, variables
+from tests.compose.page import Command, Shell, commands, variables
 from tests.compose.sandbox import ROOT
 from tests.compose.services import load
 from tests.compose.stack import Stack, docker
@@ -105,6 +106,11 @@ def main() -> None:
     if lacking := missing(own):
         sys.exit("compose-check cannot run here:\n" + "\n".join(f"- {line}" for line in lacking))
     folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "w")  # noqa: SIM115  # held until this process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"compose-check: another check uses {folder}; wait for its end, or give another --folder")
     if not own:
         sys.exit(check(folder, None))
     print(
@@ -154,7 +160,7 @@ def check(folder: Path, engine: Engine | None) -> int:
 
 def follow_the_page(stack: Stack, report: Report, folder: Path) -> None:
     """Until a command of the page fails; what has to hold after a section is judged whole."""
-    page = list(commands(PAGE.read_text(encoding="utf-8")))
+    page = list(commands((stack.home / "README.md").read_text(encoding="utf-8")))
     shell = Shell(stack.home.parent, folder / "tree" / ".shell", variables(page))
     for section, expectations in AFTER.items():
         print(f"\n{section}", flush=True)
@@ -187,9 +193,9 @@ def copy_of_the_tree(place: Path) -> Path:
 
 
 def images() -> list[str]:
-    services = load()["services"].values()
+    services = [spec["image"] for spec in load()["services"].values()]
     first = [stage.base for stage in stages().values() if ":" in stage.base]
-    return sorted({*(spec["image"] for spec in services if "build" not in spec), *first})
+    return sorted({*(image for image in services if not image.startswith("asyncdock")), *first})
 
 
 def own_engine_override() -> dict[str, object]:

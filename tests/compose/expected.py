@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.compose.page import until
 from tests.compose.sandbox import ROOT
-from tests.compose.stack import ENDED, SLOW, Container, Stack, docker
+from tests.compose.stack import ENDED, SLOW, Stack, docker
 
 Expectation = Callable[[Stack], None]
 
@@ -28,6 +28,7 @@ GRAFANA_VARIABLES = {"$__rate_interval": "20s", "$__range": "15m", "$run": ".*"}
 
 def every_service_is_healthy(stack: Stack) -> None:
     stack.until_healthy(*SERVE)
+    stack.kept = {name: stack.container(name).shown["Id"] for name in SERVE}
     assert stack.container("tokens").shown["State"]["ExitCode"] == 0
 
 
@@ -52,15 +53,15 @@ def containers_have_limits(stack: Stack) -> None:
 
 
 def index_and_agent_have_no_way_out(stack: Stack) -> None:
-    def has_default_route(container: Container) -> bool:
-        lines = container.execute("cat", "/proc/net/route").stdout.splitlines()[1:]
-        return any(line.split()[1] == "00000000" for line in lines)
-
-    routes = {name: has_default_route(stack.container(name)) for name in SERVE}
-    assert routes == {"redis": False, "agent": False, "api": True, "prometheus": True}
-    reach = "import socket; socket.create_connection(('prometheus', 9090), 5)"
-    agent = stack.container("agent").execute("python", "-c", reach)
-    assert "gaierror" in agent.stderr, agent.stderr  # the name means nothing on its network
+    """They do not even reach a neighbour on the other network, by its address; who is on that network does."""
+    for service in ("redis", "agent"):
+        for network in stack.container(service).shown["NetworkSettings"]["Networks"]:
+            assert docker("network", "inspect", "--format", "{{.Internal}}", network).stdout == "true\n", network
+    [front] = stack.container("prometheus").shown["NetworkSettings"]["Networks"].values()
+    connect = f"import socket; socket.create_connection(('{front['IPAddress']}', 9090), 5)"
+    from_api = stack.container("api").execute("python", "-c", connect)
+    assert from_api.returncode == 0, from_api.stderr
+    assert stack.container("agent").execute("python", "-c", connect).returncode != 0
 
 
 def ports_are_open_to_this_machine_alone(stack: Stack) -> None:
@@ -216,6 +217,11 @@ def a_run_is_stopped(stack: Stack) -> None:
 # ── the other sections ──
 
 
+def nothing_else_was_begun_again(stack: Stack) -> None:
+    """`up` with a profile leaves the containers alone that ran before."""
+    assert {name: stack.container(name).shown["Id"] for name in SERVE} == stack.kept
+
+
 def the_small_model_trains_for_three_steps(stack: Stack) -> None:
     view = stack.until_run("small-model", lambda view: view["steps_done"] >= 3, "three steps")
     assert view["reward"] > 0, view
@@ -307,7 +313,7 @@ AFTER: dict[str, list[Expectation]] = {
         a_run_is_stopped,
         health_checks_fail_while_redis_is_paused_and_pass_again,
     ],
-    "The real small model": [the_small_model_trains_for_three_steps],
+    "The real small model": [nothing_else_was_begun_again, the_small_model_trains_for_three_steps],
     "A Ray cluster": [a_run_is_on_the_two_hosts],
     "More agents": [one_agent_holds_one_folder, no_secret_is_on_a_command_line_or_in_a_log],
     "Another token, another password": [

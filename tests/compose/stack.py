@@ -62,6 +62,7 @@ class Stack:
     def __init__(self, name: str, home: Path) -> None:
         self.name, self.home = name, home
         self.outputs: dict[str, str] = {}  # of the page's commands
+        self.kept: dict[str, str] = {}  # ids of the containers that were healthy after the start
         port = os.environ.get
         self.api = f"http://127.0.0.1:{port('ASYNCDOCK_PORT', '8765')}"
         self.prometheus = f"http://127.0.0.1:{port('PROMETHEUS_PORT', '9090')}"

@@ -3,6 +3,8 @@ has commands has something to hold after them. The check itself says what is lac
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 
 pytest.importorskip("dockerfile_parse", reason="dockerfile-parse is not installed; pip install -e '.[dev]'")
 
-from tests.compose.check import Report
+from tests.compose.check import Report, missing
 from tests.compose.expected import AFTER
 from tests.compose.page import PAGE, Command, Shell, commands, until
 from tests.compose.sandbox import ROOT
@@ -71,6 +73,18 @@ def test_a_failure_is_in_the_table_and_in_the_verdict(capsys: pytest.CaptureFixt
 def test_until_says_what_it_saw_last() -> None:
     with pytest.raises(AssertionError, match=r"the thing: not within 0 s; last: 'step 3'"):
         until(lambda: {}["step 3"], 0.0, "the thing")
+
+
+def test_two_checks_in_one_folder_are_one_too_many(tmp_path: Path) -> None:
+    if os.getuid() != 0 or missing(own=True):
+        pytest.skip("; ".join(missing(own=True)))
+    command = [sys.executable, "-m", "tests.compose.check", "--local-bases", "--folder", str(tmp_path)]
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"another check uses {tmp_path}" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_what_is_not_installed_is_named_with_its_fix(tmp_path: Path) -> None:
