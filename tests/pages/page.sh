@@ -40,7 +40,7 @@ look() {
   local folder
   for folder in /proc/[0-9]*; do
     if [ "$folder" != /proc/1 ] && grep -qsE '^State:.[^Z]' "$folder/status"; then
-      left+="$folder $(tr '\0' ' ' < "$folder/cmdline" || true)"$'\n'
+      left+="$folder $(tr '\0' ' ' 2> /dev/null < "$folder/cmdline" || true)"$'\n'
     fi
   done
 }

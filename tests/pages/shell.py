@@ -21,7 +21,18 @@ from tests.pages.page import ROOT, Block, blocks, needs
 
 PRELUDE = Path(__file__).with_name("page.sh")
 BIN = Path(sys.executable).parent
-APART = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+APART = [
+    "setpriv",
+    "--pdeathsig",
+    "KILL",
+    "unshare",
+    "--net",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+]
 # What a command prints when the next terminal can go on.
 READY = {
     "asyncdock run": "^step 1/",
@@ -34,9 +45,9 @@ READY = {
 def missing() -> str:
     """Why no page can be executed here, or ""."""
     apart = [*APART, *(["--map-root-user"] if os.getuid() else [])]
-    lacking = [name for name in ("unshare", "ip", "bash", "ps") if not shutil.which(name)]
+    lacking = [name for name in ("setpriv", "unshare", "ip", "bash") if not shutil.which(name)]
     if lacking:
-        return f"{', '.join(lacking)} not installed (Debian: apt install util-linux iproute2 procps)"
+        return f"{', '.join(lacking)} not installed (Debian: apt install util-linux iproute2)"
     done = subprocess.run([*apart, "true"], capture_output=True, text=True)
     return f"no namespaces for this user: {done.stderr.strip()}" if done.returncode else ""
 
