@@ -47,7 +47,7 @@ look() {
 
 # Waits until nothing is left.
 nothing_left() {
-  local deadline=$((SECONDS + 60))
+  local deadline=$((SECONDS + patience))
   look
   while [ -n "$left" ]; do
     if [ "$SECONDS" -gt "$deadline" ]; then
