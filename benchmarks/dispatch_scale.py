@@ -77,6 +77,7 @@ import numpy as np
 import redis
 import torch
 
+from benchmarks import needs
 from pipeline.blocks import PackedRows
 from pipeline.columns import Column, Packed, Schema
 from pipeline.index.client import Claim, Index, RunConfig, StageSpec
@@ -626,7 +627,8 @@ def crews(on_ray: bool, hosts: int) -> Iterator[Callable[[], Crew]]:
     if not on_ray:
         yield Crew
         return
-    import ray
+    with needs("bench"):
+        import ray
 
     with raylets(hosts, cpus=1) as cluster:
         ray.init(cluster.address, log_to_driver=False)

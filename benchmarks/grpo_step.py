@@ -45,9 +45,9 @@ from unittest.mock import patch
 import torch
 from tensordict import TensorDict
 
+from benchmarks import needs
 from benchmarks.rollout import Sizes, readings
 from orchestration.processes.forkserver import ENVIRONMENT
-from pipeline.compat.extras import extra
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 from stages.engines.torch import train
@@ -253,11 +253,9 @@ def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
 
 def against_trl(source: str, ours: OurSide, runner: asyncio.Runner, steps: int, recompute: bool) -> dict[str, Any]:
     """Alternate ``steps`` of TRL's and ours, after one of each that is not counted."""
+    from datasets import Dataset
     from transformers import TrainerCallback
-
-    with extra("bench"):
-        from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer
 
     model, tokenizer = load_model(source, dtype=torch.float32, seed=0)
     rows = dataset(steps + 1)
@@ -378,6 +376,9 @@ def main() -> None:
         f"tokens, medians of {args.steps} steps\n"
         "tokens: completion + prompt, the prompt once per completion (TRL's count)"
     )
+    if args.peer != "none":
+        with needs("bench"):
+            import trl  # noqa: F401
     ours = OurSide(args.model, getattr(torch, args.dtype), args.threads, 3 * (args.steps + 1))
     results = []
     with asyncio.Runner() as runner:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks import needs
+
 
 @contextmanager
 def raylets(number: int, cpus: int, **head: Any) -> Iterator[Any]:
@@ -15,7 +17,8 @@ def raylets(number: int, cpus: int, **head: Any) -> Iterator[Any]:
     # Ray lowers the priority of workers; on a busy machine they would get no time.
     # Its memory monitor kills workers when other processes of this machine fill the memory.
     os.environ |= {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
-    from ray.cluster_utils import Cluster
+    with needs("bench"):
+        from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, "include_dashboard": False, **head})
     try:

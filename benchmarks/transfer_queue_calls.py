@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from benchmarks import needs
 from pipeline.compat import transfer_queue as ours
-from pipeline.compat.extras import extra
 
 CASES = {"64 x 8192": (64, 8192), "1024 x 128": (1024, 128), "1024 x U(16-240)": (1024, 0), "1 x 8192": (1, 8192)}
 DTYPES = {"ids": torch.int64, "mask": torch.int64, "positions": torch.int64, "old": torch.float32, "ref": torch.float32}
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    with extra("bench"):
+    with needs("bench"):
         import ray  # noqa: F401
         import transfer_queue  # noqa: F401
     from tests.pipeline.compat import transfer_queue_calls as calls

@@ -9,9 +9,11 @@ import re
 import shlex
 import subprocess
 import sys
+from string import Template
 
 import pytest
 
+from tests.pages.page import PAGES, blocks
 from tests.plain import ROOT
 
 # Each in a fork of a process that has imported what all of them import, once. A command ends when its arguments are parsed.
@@ -51,27 +53,23 @@ for name, *arguments in commands:
 NAMES = [
     path.stem for path in sorted((ROOT / "benchmarks").glob("*.py")) if 'if __name__ == "__main__"' in path.read_text()
 ]
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "changes.md")]
-# What ends a command in a line of a page: a remark, the end of code in a text, what other programs do with its output.
-END = re.compile(r"\s{2,}#|\s{5,}|`|\s[|>]|\s&&|\)|\"$")
-
-STANDS_FOR = {"NAME": "Llama", "N": "60"}  # words that a page has for any value, where not every value is accepted
+IN_TEXT = re.compile(r"`(python -m benchmarks\.[^`]+)`")
+STANDS_FOR = {"FOLDER": "."}  # words that a text has for any value
 
 
 def commands() -> list[tuple[str, ...]]:
-    """The commands of all pages, as name and arguments; what is optional with what it stands for, once."""
+    """The commands of all pages, as name and arguments, once."""
     found: dict[tuple[str, ...], None] = {}
     for page in PAGES:
-        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in re.finditer(r"python -m benchmarks\.(\w+.*)", text):
-            command = END.split(re.sub(r"(\S) {2,}(--)", r"\1 \2", line[1]))[0].replace("…", "")
-            for variable in re.findall(r"\$(\w+)", command):  # set above, on the same page
-                values = re.findall(rf'^{variable}="(.*?)"', text[: line.start()], re.MULTILINE)
-                assert values, f"{page.name}: {variable} is not set"
-                command = command.replace(f"${variable}", values[-1])
-            command = re.sub(r"\[(--[\w-]+ )(\w+)\|[^\]]*\]", r"\1\2", command).replace("[", "").replace("]", "")
-            words = shlex.split(re.sub(r"(\w+)\|[\w|]+", r"\1", command))
-            found[tuple(STANDS_FOR.get(word, word) for word in words)] = None
+        variables: dict[str, str] = {}
+        lines = IN_TEXT.findall(page.read_text(encoding="utf-8"))
+        for block in blocks(page):
+            variables |= dict(re.findall(r'^(\w+)="(.*)"$', block.text, re.MULTILINE))
+            lines += [Template(line).safe_substitute(variables) for line in block.commands]
+        for line in lines:
+            if match := re.search(r"python -m benchmarks\.(\w.*)", line):
+                words = shlex.split(re.split(r"\s[|>&]", match[1])[0], comments=True)
+                found[tuple(STANDS_FOR.get(word, word) for word in words)] = None
     return list(found)
 
 
@@ -122,3 +120,14 @@ def test_a_benchmark_starts_as_a_module() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize(("module", "library"), [("transfer_queue_calls", "transfer_queue"), ("grpo_step", "trl")])
+def test_a_benchmark_without_its_library_says_what_to_install(module: str, library: str) -> None:
+    code = f"import runpy, sys; sys.modules[{library!r}] = None; sys.argv[1:] = []; "
+    code += f"runpy.run_module('benchmarks.{module}', run_name='__main__')"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1] == f"error: {library} is not installed; pip install 'asyncdock[bench]'"
+    assert "Traceback" not in done.stderr

@@ -40,14 +40,14 @@ look() {
   local folder
   for folder in /proc/[0-9]*; do
     if [ "$folder" != /proc/1 ] && grep -qsE '^State:.[^Z]' "$folder/status"; then
-      left+="$folder $(tr '\0' ' ' < "$folder/cmdline" || true)"$'\n'
+      left+="$folder $(tr '\0' ' ' 2> /dev/null < "$folder/cmdline" || true)"$'\n'
     fi
   done
 }
 
 # Waits until nothing is left.
 nothing_left() {
-  local deadline=$((SECONDS + 60))
+  local deadline=$((SECONDS + patience))
   look
   while [ -n "$left" ]; do
     if [ "$SECONDS" -gt "$deadline" ]; then

@@ -21,7 +21,18 @@ from tests.pages.page import ROOT, Block, blocks, needs
 
 PRELUDE = Path(__file__).with_name("page.sh")
 BIN = Path(sys.executable).parent
-APART = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+APART = [
+    "setpriv",
+    "--pdeathsig",
+    "KILL",
+    "unshare",
+    "--net",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+]
 # What a command prints when the next terminal can go on.
 READY = {
     "asyncdock run": "^step 1/",
@@ -34,9 +45,9 @@ READY = {
 def missing() -> str:
     """Why no page can be executed here, or ""."""
     apart = [*APART, *(["--map-root-user"] if os.getuid() else [])]
-    lacking = [name for name in ("unshare", "ip", "bash", "ps") if not shutil.which(name)]
+    lacking = [name for name in ("setpriv", "unshare", "ip", "bash") if not shutil.which(name)]
     if lacking:
-        return f"{', '.join(lacking)} not installed (Debian: apt install util-linux iproute2 procps)"
+        return f"{', '.join(lacking)} not installed (Debian: apt install util-linux iproute2)"
     done = subprocess.run([*apart, "true"], capture_output=True, text=True)
     return f"no namespaces for this user: {done.stderr.strip()}" if done.returncode else ""
 
@@ -75,18 +86,19 @@ def script(page: Path, chosen: list[Block], made: Path) -> str:
     return "\n".join([PRELUDE.read_text(encoding="utf-8"), *steps, "end\n"])
 
 
-def environment(page: Path, made: Path, home: Path) -> dict[str, str]:
-    """A new user's, with this environment's commands."""
+def environment(page: Path, made: Path, home: Path, patience: int) -> dict[str, str]:
+    """A new user's, with this environment's commands. Ray leaves its workers the priority of the tests."""
     foreign = ("ASYNCDOCK_", "PYTHON", "RAY_", "VIRTUAL_", "XDG_")
     user = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     shared = {name: value for name, value in os.environ.items() if name == "ASYNCDOCK_SHARED_MEMORY"}
-    own = {"HOME": str(home), "PATH": f"{BIN}:{user['PATH']}"}
-    where = {"page": str(page.relative_to(ROOT)), "blocks": str(made)}
+    own = {"HOME": str(home), "PATH": f"{BIN}:{user['PATH']}", "RAY_worker_niceness": "0"}
+    where = {"page": page.name, "blocks": str(made), "patience": str(patience)}
     return {**user, **shared, **own, **where}
 
 
-def execute(page: Path, chosen: list[Block], folder: Path, timeout: float) -> tuple[int, str]:
-    """Exit code and errors of the blocks ``chosen`` of ``page``, one after the other, below ``folder``."""
+def execute(page: Path, chosen: list[Block], folder: Path, timeout: float, patience: int = 60) -> tuple[int, str]:
+    """Exit code and errors of the blocks ``chosen`` of ``page``, one after the other, below ``folder``. Their processes
+    may take ``patience`` seconds to end."""
     made, home, here = (folder / name for name in ("blocks", "home", "here"))
     for each in (made, home, here):
         each.mkdir()
@@ -99,7 +111,7 @@ def execute(page: Path, chosen: list[Block], folder: Path, timeout: float) -> tu
         done = subprocess.run(
             [*apart, "bash", str(whole)],
             cwd=here,
-            env=environment(page, made, home),
+            env=environment(page, made, home, patience),
             stdin=subprocess.DEVNULL,
             stdout=errors,
             stderr=errors,

@@ -17,6 +17,15 @@ from tests.pages.shell import execute, missing, runnable
 # Pages of more than about twenty seconds on two cores.
 LONG = {
     "README.md",
+    "docs/cli.md",
+    "docs/engines.md",
+    "docs/external.md",
+    "docs/models.md",
+    "docs/planner.md",
+    "docs/ray.md",
+    "docs/rewards.md",
+    "docs/serving.md",
+    "docs/weights.md",
 }
 
 
@@ -44,3 +53,62 @@ def test_a_page_runs_in_order_as_it_stands(page: Path, tmp_path: Path) -> None:
         pytest.skip(f"{', '.join(lacking)} not installed")
     code, errors = execute(page, chosen(page), tmp_path, timeout=840)
     assert code == 0, errors
+
+
+PAGE = """# A page
+
+Needs: bash.
+
+```python
+# greeting.py
+WORD = "hello"
+```
+
+```python
+from greeting import WORD
+
+print(WORD)
+```
+
+```text
+hello
+```
+
+```bash
+word=world   # for the next block
+```
+
+```bash
+echo $word
+```
+
+```text
+world
+```
+"""
+
+
+def outcome(text: str, folder: Path) -> tuple[int, str]:
+    page = folder / "page.md"
+    page.write_text(text)
+    return execute(page, runnable(page), folder, timeout=120, patience=2)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize(
+    ("right", "wrong", "error"),
+    [
+        ("", "", ""),
+        ("word=world", "false", "page.md, the block of line 21: false: exit code 1"),
+        ("echo $word", "echo $word | grep moon | cat", "page.md, the block of line 25: cat: exit code 1"),
+        ("```text\nhello", "```text\nhullo", "-hullo\n+hello"),
+        ("```text\nworld", "```text\nword", "-word\n+world"),
+        ("echo $word", "sleep 600 &\necho $word", "left over:\n/proc/"),
+        ("print(WORD)", "print(word)", "NameError: name 'word' is not defined"),
+    ],
+    ids=["right", "exit code", "pipe", "output of a program", "output of a command", "left over", "program"],
+)
+def test_a_page_that_is_wrong_is_found(right: str, wrong: str, error: str, tmp_path: Path) -> None:
+    code, errors = outcome(PAGE.replace(right, wrong), tmp_path)
+    assert (code != 0, errors if not error else "") == (bool(error), "")
+    assert error in errors
