@@ -9,6 +9,7 @@
 # make gpu-wheels  what gpu-check needs on a machine that has only torch, transformers and triton, and no network
 # make soak    real runs, of which random processes are killed 200 times from their first moment on (about an hour; and as many again of the command too)
 # make soak-cluster  the same on three machines, as network namespaces, with machines and cables too: KILLS=1000 (needs root)
+# make bounds  the lowest and the newest release of every dependency, tried: BOUNDS="--python 3.12" (7 GB and 20 minutes each)
 # make clean   remove the environment and everything that was built
 #
 # Each sets up what it needs in .venv, once: a second call starts at once.
@@ -17,9 +18,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
-SOURCES := pipeline stages orchestration api tests benchmarks
+SOURCES := pipeline stages orchestration api tests benchmarks asyncdock_command.py setup.py
 
-.PHONY: demo test test-all test-pages compose-check test-vllm lint gpu-check gpu-wheels soak soak-cluster clean
+.PHONY: demo test test-all test-pages compose-check test-vllm lint bounds gpu-check gpu-wheels soak soak-cluster clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -70,6 +71,11 @@ soak: $(VENV)/.test
 
 soak-cluster: $(VENV)/.test
 	$(BIN)/python -m benchmarks.cluster_soak --kills $(KILLS)
+
+BOUNDS :=
+bounds: $(VENV)/.test
+	$(BIN)/python -m pip install uv
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.bounds $(BOUNDS)
 
 # `make test` leaves tests/stages/engines/vllm out: they are collected only where vLLM can be imported, which is here.
 test-vllm: $(VLLM)/.test

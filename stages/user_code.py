@@ -9,10 +9,14 @@ import importlib.metadata
 import inspect
 import operator
 import os
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from asyncdock_command import PACKAGES, way_out
 
 
 def find(
@@ -50,14 +54,33 @@ def imported(name: str) -> Any:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{module}.".startswith(f"{missing}."):  # it was found, and failed
             fix = f"correct {module}, or install what it needs"
-        raise ImportError(f"cannot be imported: {_shown(error)}; {fix}") from error
+        raise ImportError(f"cannot be imported: {_shown(error)}; {_hidden(error) or fix}") from error
     try:
         return operator.attrgetter(attribute)(found)
-    except AttributeError:
+    except AttributeError as error:
         names = [known for known in vars(found) if not known.startswith("_")]
         close = difflib.get_close_matches(attribute, names, n=1)
         fix = f"did you mean {f'{module}:{close[0]}'!r}?" if close else f"use one of {names[:20]}"
+        fix = _hidden(error) or fix
         raise ImportError(f"cannot be imported: {module} has no attribute {attribute!r}; {fix}") from None
+
+
+def _hidden(error: BaseException) -> str:
+    """The way out, when ``error`` shows that a module of the user's was meant where Python finds one of PACKAGES."""
+    module = None
+    if isinstance(error, ImportError):
+        module = error.name
+    elif isinstance(error, AttributeError):
+        module = getattr(error.obj, "__name__", None)
+    name = str(module).partition(".")[0]
+    if name not in PACKAGES:
+        return ""
+    ours = Path(__file__).resolve().parents[1] / name
+    for folder in sys.path:
+        for place in (Path(folder).resolve() / name, Path(folder).resolve() / f"{name}.py"):
+            if place.exists() and place != ours:
+                return f"{place} is hidden by asyncdock's: {way_out(name, str(place))}"
+    return ""
 
 
 def _shown(error: BaseException) -> str:
@@ -100,7 +123,13 @@ def place_in(frame: FrameType | None, function: Callable[..., Any]) -> str:
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
     """File and line at which ``error`` left the file of ``function``; the line where ``function`` begins when the error was
-    raised before it, as with wrong arguments."""
+    raised before it, as with wrong arguments. Then the way out, where a module of ours hides one that was meant."""
+    hidden = _hidden(error)
+    place = _line_of(error, function)
+    return f"{place}; {hidden}" if hidden else place
+
+
+def _line_of(error: BaseException, function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     if code is not None:

@@ -15,7 +15,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "pipeline", "stages", "orchestration", "api", "recipes")
+SOURCES = (
+    *("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "asyncdock_command.py"),
+    *("pipeline", "stages", "orchestration", "api", "recipes"),
+)
 
 
 def required() -> dict[str, Distribution]:

