@@ -140,7 +140,7 @@ class Supervisor:
                 life.end()
             await asyncio.gather(*(life.wait() for life in lives), return_exceptions=True)
         if outcome.state != REWIND:
-            await self._report_ledger()
+            await _report_ledger(self.index)
             await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
         return outcome
 
@@ -378,7 +378,7 @@ class Supervisor:
         except TimeoutError:
             limit = f"launch.startup_timeout = {self.launch.startup_timeout:.0f} s"
             if missing := self._missing():
-                unplaced = await self._unplaced()
+                unplaced = await _unplaced(self.index, self.recipe, self._groups.values())
                 hosts = [worker for worker in missing if worker in unplaced]
                 fix = f"no host has started {hosts}: start one with `asyncdock host`" if hosts else "see the logs"
                 raise _Failed(f"{missing} not ready within {limit}; {fix}") from None
@@ -393,23 +393,25 @@ class Supervisor:
         elastic = {_shown(group.first) for group in self._groups.values() if group.kind in ready}
         return sorted(self._unready - elastic)
 
-    async def _unplaced(self) -> list[str]:
-        """The workers that hosts are to start and that have never given a sign of life."""
-        alive, remote = await self.index.alive(), remote_workers(self.recipe)
-        names = {worker: name for group in self._groups.values() for worker, name in group.names.items()}
-        return [_shown(worker) for worker, name in names.items() if worker in remote and name not in alive]
-
-    async def _report_ledger(self) -> None:
-        """Emit what the run has made, also where no step reported it."""
-        try:
-            await self.index.emit(await self.index.ledger_event())
-        except (IndexRefused, IndexUnreachable) as error:
-            log.warning("the ledger of the run is not known", reason=str(error))
-
     async def _emit(self, worker: Worker, change: str, *, pid: int = 0, reason: str = "") -> None:
         await self.index.emit(
             WorkerEvent(stage=worker[0], worker=_shown(worker), change=change, pid=pid, reason=reason)
         )
+
+
+async def _unplaced(index: Index, recipe: Recipe, groups: Iterable[_Group]) -> list[str]:
+    """The workers that hosts are to start and that have never given a sign of life."""
+    alive, remote = await index.alive(), remote_workers(recipe)
+    names = {worker: name for group in groups for worker, name in group.names.items()}
+    return [_shown(worker) for worker, name in names.items() if worker in remote and name not in alive]
+
+
+async def _report_ledger(index: Index) -> None:
+    """Emit what the run has made, also where no step reported it."""
+    try:
+        await index.emit(await index.ledger_event())
+    except (IndexRefused, IndexUnreachable) as error:
+        log.warning("the ledger of the run is not known", reason=str(error))
 
 
 def _shown(worker: Worker) -> str:
