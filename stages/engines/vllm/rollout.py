@@ -125,18 +125,13 @@ class VllmRolloutEngine:
         )
         with vllm_environment(threads):
             self._llm = self._vllm.AsyncLLM.from_engine_args(engine_arguments(self._vllm, own, arguments or {}))
-        self._context = self._llm.model_config.max_model_len
+        self.context: int = self._llm.model_config.max_model_len
         self._vocabulary = self._llm.model_config.get_vocab_size()
-        self._sampled = sampled
         self._never = dict.fromkeys(range(sampled or self._vocabulary, self._vocabulary), -math.inf)
 
     @property
     def version(self) -> int:
         return self._version
-
-    @property
-    def context(self) -> int:
-        return int(self._context)
 
     @property
     def tokenizer(self) -> Any:
@@ -156,7 +151,7 @@ class VllmRolloutEngine:
             check_request(
                 request,
                 vocabulary=self._vocabulary,
-                context=self._context,
+                context=self.context,
                 filters=self._filters,
                 cuts_stop_strings=self._pause == "abort",
             )
@@ -166,9 +161,9 @@ class VllmRolloutEngine:
             return responses
         for request in requests:
             for place in request.places:
-                row = VllmRow(request, place, responses, alternatives, self._sampled)
+                row = VllmRow(request, place, responses, alternatives, self._never)
                 self._rows[row] = task = asyncio.create_task(self._complete(row))
-                task.add_done_callback(partial(self._forget, row))  # also when it is cancelled before it runs
+                task.add_done_callback(partial(_forget, self._rows, row))  # also when it is cancelled before it runs
         return responses
 
     async def load_weights(
@@ -259,8 +254,6 @@ class VllmRolloutEngine:
                 if (reason is None and cut) or (reason == "length" and short):
                     reason = "cut"
             row.responses.put(row.completion(reason))
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             if self._llm.errored:
                 self._fail(error)
@@ -268,16 +261,13 @@ class VllmRolloutEngine:
                 row.responses.put(response_failed(error))
                 self._abort(row.responses)
 
-    def _forget(self, row: VllmRow, task: asyncio.Task[None]) -> None:
-        del self._rows[row]
-
     async def _request(self, row: VllmRow) -> FinishReason | None:
         """Generate the rest of the row. Returns None when it was aborted before its end."""
         row.cut = False
         row.request_id = f"{row.request.group}-{row.place}-{next(self._numbers)}"
         version = self._version
         prompt = {"prompt_token_ids": row.request.prompt_ids.tolist() + row.tokens, "cache_salt": str(version)}
-        asked = (prompt, sampling_params(self._vllm, row, self._never), row.request_id)
+        asked = (prompt, sampling_params(self._vllm, row), row.request_id)
         async with aclosing(self._llm.generate(*asked, lora_request=self._weights.request)) as outputs:
             async for output in outputs:
                 piece = output.outputs[0]
@@ -359,6 +349,10 @@ class VllmRolloutEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineClosed("the rollout engine is closed")
+
+
+def _forget(rows: dict[VllmRow, asyncio.Task[None]], row: VllmRow, _: asyncio.Task[None]) -> None:
+    del rows[row]
 
 
 def _weights(

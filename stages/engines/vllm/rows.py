@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from stages.engines.bounds import LEAST_VLLM
@@ -15,7 +15,7 @@ from stages.engines.responses import ResponseInProgress, Responses
 
 class VllmRow(ResponseInProgress):
     """One response in progress: the tokens that vLLM has made of it, and the request that makes the rest. ``alternatives``:
-    to each token of a stream; None: it is no stream. ``sampled``: tokens from this number on are none of them."""
+    to each token of a stream; None: it is no stream. ``never``: the bias of tokens that are not sampled."""
 
     def __init__(
         self,
@@ -23,10 +23,10 @@ class VllmRow(ResponseInProgress):
         place: int,
         responses: Responses,
         alternatives: int | None,
-        sampled: int | None = None,
+        never: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         super().__init__(request, place)
-        self.responses, self.alternatives, self.sampled = responses, alternatives, sampled
+        self.responses, self.alternatives, self.never = responses, alternatives, never
         self.request_id = ""  # of the present vLLM request
         self._undelivered: list[tuple[int, Mapping[int, Any]]] = []  # tokens of a stream, with vLLM's logprobs there
         self.cut = False  # a swap cuts it, if it has a token of this claim
@@ -54,9 +54,7 @@ class VllmRow(ResponseInProgress):
         versions = [made_by] * len(self._undelivered) if made_by is not None else versions[-len(self._undelivered) :]
         for (token, position), version in zip(self._undelivered, versions, strict=False):
             likeliest = sorted(position, key=lambda other: position[other].rank)[: self.alternatives]
-            others = tuple(
-                (other, position[other].logprob) for other in likeliest if other < (self.sampled or math.inf)
-            )
+            others = tuple((other, position[other].logprob) for other in likeliest if other not in self.never)
             self.responses.put(Token(self.request.group, self.place, token, position[token].logprob, version, others))
         if versions:
             self._undelivered.clear()
@@ -92,8 +90,8 @@ def check_request(
         raise ValueError(f"{where}{params}; an engine made with filters=True gives logprobs at temperature 0 or 1")
 
 
-def sampling_params(vllm: Any, row: VllmRow, never: Mapping[int, float] | None = None) -> Any:
-    """Returns vLLM's ``SamplingParams`` for the rest of ``row``. ``never``: the bias of tokens that are not sampled."""
+def sampling_params(vllm: Any, row: VllmRow) -> Any:
+    """Returns vLLM's ``SamplingParams`` for the rest of ``row``."""
     params, begun = row.request.params, len(row.tokens)
     return vllm.SamplingParams(
         max_tokens=row.limit - begun,
@@ -108,7 +106,7 @@ def sampling_params(vllm: Any, row: VllmRow, never: Mapping[int, float] | None =
         spaces_between_special_tokens=False,
         seed=seed_of(row.request.seed, row.place, begun),
         logprobs=row.alternatives or 0,  # beside that of the sampled token
-        logit_bias=never or None,
+        logit_bias=dict(row.never) or None,
         output_kind=vllm.RequestOutputKind.DELTA,
     )
 

@@ -248,6 +248,19 @@ async def test_versions_are_pinned(client: openai.AsyncOpenAI, trainer: Trainer)
         await client.completions.create(model=f"{trainer.run}@{old + 1}", prompt=PROMPT)
 
 
+async def test_a_damaged_checkpoint_hides_no_other_model(client: openai.AsyncOpenAI, trainer: Trainer) -> None:
+    trainer.version += 2
+    found, damaged = trainer.version - 1, trainer.version
+    trainer.checkpoint(found)
+    (trainer.checkpoint(damaged).parent / "run.json").write_text('{"version": ')
+    names = [model.id async for model in client.models.list()]
+    assert "named" in names
+    answer = await client.completions.create(model=f"{trainer.run}@{found}", prompt=PROMPT, max_tokens=2)
+    assert answer.choices[0].versions == [[found, 2]]
+    with pytest.raises(openai.NotFoundError, match=f"no version {damaged} any more"):
+        await client.completions.create(model=f"{trainer.run}@{damaged}", prompt=PROMPT)
+
+
 async def test_a_checkpoint_is_served_by_its_name(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(model="named", prompt=PROMPT, max_tokens=4, temperature=0)
     assert answer.choices[0].versions == [[0, 4]]
@@ -268,6 +281,9 @@ async def test_what_is_wrong_is_a_problem(client: openai.AsyncOpenAI, trainer: T
         ({"prompt": [77]}, "prompt"),
         ({"n": 3, "prompt": [PROMPT] * 50}, "n"),
         ({"extra_body": {"best_of": 2}}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"temperature": 1e-300}, "temperature"),
+        ({"top_p": 1e-300}, "top_p"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
     ]
     for change, field_name in wrong:

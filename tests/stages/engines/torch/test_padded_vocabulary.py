@@ -224,10 +224,11 @@ def test_vllm_is_told_which_tokens_it_never_samples() -> None:
             asked.update(options)
 
     request = GroupRequest(0, (0,), torch.tensor([1]), SamplingParams(4), 0)
-    row = VllmRow(request, 0, Responses(1, lambda _: None), 3, sampled=6)
-    sampling_params(Vllm, row, dict.fromkeys(range(6, 9), -math.inf))
+    responses = Responses(1, lambda _: None)
+    row = VllmRow(request, 0, responses, 3, dict.fromkeys(range(6, 9), -math.inf))
+    sampling_params(Vllm, row)
     assert asked["logit_bias"] == {6: -math.inf, 7: -math.inf, 8: -math.inf}
-    sampling_params(Vllm, row, {})
+    sampling_params(Vllm, VllmRow(request, 0, responses, 3))
     assert asked["logit_bias"] is None
     logprobs = {
         token: SimpleNamespace(rank=rank, logprob=-float(rank)) for rank, token in enumerate([7, 2, 5], start=1)
