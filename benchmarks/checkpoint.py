@@ -6,6 +6,8 @@
 
 The step is the update stage's: a train batch of 4 groups x 8 rows. ``exposed_share`` is the copy's seconds over those of a
 median step alone, without the first copy, which also allocates its memory (``first_exposed_share``).
+``load_cold_ratio`` and ``load_warm_ratio`` are the seconds of a load that verifies its files over those of one that does
+not, in turn: with files that are read from the disk, and with files in memory.
 ``beside_share`` is the additional time of a step beside the writing over a step alone: on a CPU both share the cores.
 """
 
@@ -14,9 +16,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,8 +31,10 @@ from orchestration.run import checkpoint
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model
+from stages.weights import manifest
 
 GROUPS, ROWS, PROMPT, RESPONSE, TIMES = 4, 8, 45, 16, 3
+LOADS = 5
 
 
 def batch(vocabulary: int) -> TensorDict:
@@ -69,7 +76,8 @@ async def measure(source: str, dtype: torch.dtype, steps: int, folder: Path) -> 
         state = {"counters": {}, "remake": []}
         await asyncio.to_thread(checkpoint.finish, folder, tokenizer, version, state, 1)
         whole.append(time.perf_counter() - began)
-    usual = statistics.median(alone)
+    usual, saved = statistics.median(alone), checkpoint.latest(folder)
+    assert saved is not None
     return {
         "step_seconds": usual,
         "exposed_seconds": statistics.median(exposed[1:]),
@@ -77,7 +85,46 @@ async def measure(source: str, dtype: torch.dtype, steps: int, folder: Path) -> 
         "first_exposed_share": exposed[0] / usual,
         "beside_share": statistics.median(beside) / usual - 1,
         "whole_seconds": statistics.median(whole),
+        **loading(saved, engine),
     }
+
+
+def loading(saved: checkpoint.Checkpoint, engine: TorchTrainEngine) -> dict[str, float]:
+    """Seconds of a load with digests and without them, in turn; from a disk, and from memory where its files were read
+    before; and of hashing all files, as when it is written."""
+    digests = saved.path / manifest.MANIFEST
+    files = [path for path in saved.path.rglob("*") if path.is_file()]
+    aside, seconds = digests.with_name("aside"), defaultdict[str, list[float]](list)
+    for _ in range(LOADS):
+        for name in ("verified", "unverified"):
+            if name == "unverified":
+                digests.rename(aside)
+            for where in ("cold", "warm"):
+                if where == "cold":
+                    forget(files)
+                began = time.perf_counter()
+                saved.load_into(engine)
+                seconds[f"load_{where}_{name}"].append(time.perf_counter() - began)
+            if name == "unverified":
+                aside.rename(digests)
+        began = time.perf_counter()
+        manifest.write(saved.path)
+        seconds["digests"].append(time.perf_counter() - began)
+    found = {f"{name}_seconds": statistics.median(times) for name, times in seconds.items()}
+    for where in ("cold", "warm"):
+        found[f"load_{where}_ratio"] = (
+            found[f"load_{where}_verified_seconds"] / found[f"load_{where}_unverified_seconds"]
+        )
+    return found
+
+
+def forget(files: Sequence[Path]) -> None:
+    """Make the system read ``files`` from the disk again."""
+    for path in files:
+        if path.exists():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def main() -> None:
