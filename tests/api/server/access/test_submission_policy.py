@@ -224,6 +224,16 @@ def test_what_reaches_past_the_service_or_takes_too_much_is_refused(changes: dic
     assert key in refused(recipe(**changes))
 
 
+def test_a_run_may_take_all_that_the_operator_gives_to_one_and_no_more() -> None:
+    """2 workers of the rollout, 3 of the reward and 1 of training."""
+    data = recipe(rollout__workers=2, reward__workers=3, pipeline__arena="64MiB")
+    accept(Settings(data=Path(), max_workers=6, max_arena=64 << 20), data, {})
+    problems = refused(data, max_workers=5, max_arena=(64 << 20) - 1)
+    assert problems.keys() == {"rollout.workers", "pipeline.arena"}
+    assert problems["rollout.workers"].wrong.startswith("makes 6 workers")
+    assert problems["rollout.workers"].fix == "at most 5 fit here"
+
+
 def test_only_the_addresses_that_the_operator_allows_are_listened_on() -> None:
     """`sync.transport = "collective"` in a request opened a port on every address of the machine."""
     collective = {"sync.transport": "collective", "sync.serve": "127.0.0.7"}
