@@ -22,7 +22,8 @@ import torch.distributed
 
 AUTO = "auto"
 INSTALL_NPU = (
-    "install CANN, source its set_env.sh, then pip install 'asyncdock[ascend]' (torch-npu 2.13 with torch 2.13)"
+    "pip install 'asyncdock[ascend]' (torch 2.13 and its torch-npu), install the CANN that this torch-npu names, and "
+    "source CANN's set_env.sh"
 )
 
 

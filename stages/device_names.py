@@ -6,11 +6,14 @@ The checks look at the installed build of torch and the driver's device files; :
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.metadata
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 KINDS = ("auto", "cpu", "cuda", "npu", "xpu", "mps", "hpu", "mlu", "musa", "mtia", "privateuseone")
 PATTERN = rf"^(auto|({'|'.join(kind for kind in KINDS if kind != 'auto')})(:[0-9]{{1,4}})?)$"
@@ -21,6 +24,11 @@ FILES = {"cuda": ("nvidia[0-9]*",), "npu": ("davinci[0-9]*",), "xpu": ("dri/rend
 ANY = {"cuda": ("dxg", "kfd")}  # of all devices together: in WSL, and of ROCm
 VISIBLE = {"cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "npu": ("ASCEND_RT_VISIBLE_DEVICES",)}
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # Ray's names of devices, by torch's
+PLUGIN_FAILED = "Failed to load the backend extension"  # torch's words
+SOURCE_CANN = (
+    "source the set_env.sh of CANN (/usr/local/Ascend/ascend-toolkit/set_env.sh, or where CANN is), or, to run without "
+    "NPUs, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment"
+)
 
 
 def device_fix(name: str) -> str:
@@ -59,6 +67,27 @@ def device_fault(name: str, devices: Path = Path("/dev")) -> tuple[str, str] | N
     if number.isdecimal() and int(number) >= count:
         return f"is not here: there are {count}, counted from 0", f"use {kind}:0 to {kind}:{count - 1}"
     return None
+
+
+@functools.cache
+def plugin_fault() -> tuple[str, str] | None:
+    """Returns what is wrong with an installed plugin that torch imports at its own import, and the fix, or None. torch_npu
+    is one; where it cannot be loaded, torch cannot either, and no run can begin, on a CPU neither."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and not getattr(torch.__spec__, "_initializing", False):
+        return None  # it has been imported
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" or not _plugins():
+        return None
+    done = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True)
+    if done.returncode == 0 or PLUGIN_FAILED not in done.stderr:
+        return None
+    lines = done.stderr.splitlines()
+    reason = next((line for line in lines if re.match(r"(ImportError|OSError|RuntimeError): ", line)), lines[-1])
+    return f"cannot be imported: its plugin {', '.join(_plugins())} fails ({reason})", SOURCE_CANN
+
+
+def _plugins() -> list[str]:
+    return sorted({plugin.name for plugin in importlib.metadata.entry_points(group="torch.backends")})
 
 
 def visible_devices(kind: str, devices: Path = Path("/dev")) -> list[str]:

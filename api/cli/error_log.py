@@ -12,6 +12,7 @@ from api.cli.exit_codes import FAILED
 from api.terminal.screen import complain
 from orchestration.logs import TRACE_VARIABLE, errors_file, write_traceback
 from pipeline.compat.extras import ExtraMissing
+from stages.device_names import PLUGIN_FAILED, SOURCE_CANN
 
 
 @contextlib.contextmanager
@@ -34,6 +35,8 @@ def errors_in_words() -> Iterator[None]:
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if PLUGIN_FAILED in text:  # at an import of torch
+            text = f"{text} Cause: {error.__cause__}; {SOURCE_CANN}"
         complain(f"error: {text}\nThe traceback is in {path}; with --trace it is printed.")
         sys.exit(FAILED)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
+from stages.device_names import plugin_fault
 from stages.prompts.file_checks import PromptCheck
 from stages.prompts.files import Reading
 
@@ -67,7 +68,11 @@ def machine_checks() -> list[MachineCheck]:
 
 
 def run_checks(recipe: Recipe, wrong: Collection[str], environment: Environment | None) -> Iterator[Problem]:
-    """Run the checks that read none of the ``wrong`` keys; those of the machine only with an ``environment``."""
+    """Run the checks that read none of the ``wrong`` keys; those of the machine only with an ``environment``. Where torch
+    cannot be imported here, that is the only problem: no other check that asks torch could run."""
+    if environment is not None and (fault := plugin_fault()):
+        yield Problem("torch", None, *fault)
+        return
     for check_recipe, keys in CHECKS.items():
         if not _overlap(keys, wrong):
             yield from check_recipe(recipe)
