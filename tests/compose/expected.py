@@ -273,11 +273,15 @@ def only_the_new_token_opens_the_api(stack: Stack) -> None:
 
 
 def prometheus_still_scrapes(stack: Stack) -> None:
-    began = time.time()
-    fresh = lambda: [  # noqa: E731
-        each for each in stack.query('timestamp(up{job="asyncdock"} == 1)') if float(each["value"][1]) > began
-    ]
-    until(fresh, SLOW, "a scrape with the secrets of now")
+    began, up = time.time(), 'up{job="asyncdock"}'
+
+    def scraped() -> bool:
+        [when], [outcome] = stack.query(f"timestamp({up})"), stack.query(up)
+        assert float(when["value"][1]) > began, "no scrape since"
+        assert outcome["value"][1] == "1", outcome
+        return True
+
+    until(scraped, SLOW, "a scrape that succeeds, after all was begun again")
 
 
 def an_agent_ends_cleanly_when_it_is_stopped(stack: Stack) -> None:
