@@ -54,7 +54,7 @@ NEEDED_FOR_AN_ENGINE = {
     "unshare": "apt install util-linux",
 }
 PLUGINS = {
-    "compose": "Docker Compose 2.20 or newer, docker's plugin (Debian 13: docker-compose; Docker: docker-compose-plugin)",
+    "compose": "Docker Compose 2.26 or newer, docker's plugin (Debian 13: docker-compose; Docker: docker-compose-plugin)",
     "buildx": "BuildKit's plugin of docker (Debian 13: docker-buildx; Docker: docker-buildx-plugin)",
 }
 

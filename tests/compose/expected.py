@@ -219,7 +219,8 @@ def a_run_is_stopped(stack: Stack) -> None:
 
 def nothing_else_was_begun_again(stack: Stack) -> None:
     """`up` with a profile leaves the containers alone that ran before."""
-    assert {name: stack.container(name).shown["Id"] for name in SERVE} == stack.kept
+    now = {name: stack.container(name).shown["Id"] for name in SERVE}
+    assert now == stack.kept, f"{now} instead of {stack.kept}"
 
 
 def the_small_model_trains_for_three_steps(stack: Stack) -> None:
@@ -272,11 +273,15 @@ def only_the_new_token_opens_the_api(stack: Stack) -> None:
 
 
 def prometheus_still_scrapes(stack: Stack) -> None:
-    began = time.time()
-    fresh = lambda: [  # noqa: E731
-        each for each in stack.query('timestamp(up{job="asyncdock"} == 1)') if float(each["value"][1]) > began
-    ]
-    until(fresh, SLOW, "a scrape with the secrets of now")
+    began, up = time.time(), 'up{job="asyncdock"}'
+
+    def scraped() -> bool:
+        [when], [outcome] = stack.query(f"timestamp({up})"), stack.query(up)
+        assert float(when["value"][1]) > began, "no scrape since"
+        assert outcome["value"][1] == "1", outcome
+        return True
+
+    until(scraped, SLOW, "a scrape that succeeds, after all was begun again")
 
 
 def an_agent_ends_cleanly_when_it_is_stopped(stack: Stack) -> None:
@@ -313,8 +318,8 @@ AFTER: dict[str, list[Expectation]] = {
         a_run_is_stopped,
         health_checks_fail_while_redis_is_paused_and_pass_again,
     ],
-    "The real small model": [nothing_else_was_begun_again, the_small_model_trains_for_three_steps],
-    "A Ray cluster": [a_run_is_on_the_two_hosts],
+    "The real small model": [the_small_model_trains_for_three_steps],
+    "A Ray cluster": [nothing_else_was_begun_again, a_run_is_on_the_two_hosts],
     "More agents": [one_agent_holds_one_folder, no_secret_is_on_a_command_line_or_in_a_log],
     "Another token, another password": [
         only_the_new_token_opens_the_api,
