@@ -35,9 +35,6 @@ SHOWN = ("torch", "transformers", "pydantic", "numpy", "aiohttp", "redis")
 TINY = ("run", "tiny", "--plain", "--set", "train.steps=4", "--set", "train.groups_per_step=2")
 NEAR = (
     "tests/test_extras.py",
-    "tests/api/cli/test_plan.py",
-    "tests/api/client/test_client.py",
-    "tests/api/policy/test_deploy.py",
     "tests/api/server/test_operations.py",
     "tests/api/telemetry/test_trackers.py",
     "tests/api/terminal/test_screen.py",
@@ -49,10 +46,8 @@ NEAR = (
     "tests/pipeline/index/test_embedded.py",
     "tests/pipeline/index/test_index_calls.py",
     "tests/pipeline/test_columns.py",
-    "tests/pipeline/warehouse/test_dock.py",
     "tests/stages/adapters/test_adapters.py",
     "tests/stages/engines/torch/test_rollout.py",
-    "tests/stages/engines/torch/test_train.py",
     "tests/stages/prompts/test_chat_template.py",
     "tests/stages/prompts/test_sources.py",
     "tests/stages/rewards/test_answers.py",
