@@ -67,6 +67,13 @@ def _whole(groups: list[GroupShape]) -> list[Piece]:
     return [Piece(number, tuple(range(len(group.responses)))) for number, group in enumerate(groups)]
 
 
+def test_groups_stay_whole_where_the_ranks_are_even_within_two_percent() -> None:
+    """1001 and 1021 tokens. Cut, they would be 1013 and 1011, and a prompt would be computed twice."""
+    nearly_even = [GroupShape(1, (501, 491, 11)), GroupShape(1, (521, 491, 11))]
+    assert [fed(nearly_even, [piece]) for piece in _whole(nearly_even)] == [1001, 1021]
+    assert sorted(itertools.chain(*deal(nearly_even, 2)), key=lambda piece: piece.group) == _whole(nearly_even)
+
+
 def test_a_prompt_is_computed_twice_where_that_evens_out_the_ranks() -> None:
     uneven = [GroupShape(2, (40,) * 6), GroupShape(2, (5,) * 2)]
     shares = deal(uneven, 2)
