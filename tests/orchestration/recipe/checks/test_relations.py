@@ -42,6 +42,9 @@ VLLM_FAULTS = [
     (("rollout.vllm.pause=wait",), "rollout.vllm.pause", "'keep'"),
     (("rollout.vllm.pause=abort", "rollout.vllm.kv_cache=keep"), "rollout.vllm.kv_cache", "remove it"),
     (("rollout.vllm.pause=abort", 'rollout.stop=["."]'), "rollout.vllm.pause", "'keep'"),
+    (("rollout.vllm.dtype=half",), "rollout.vllm.dtype", "set model.dtype"),
+    (("rollout.vllm.max_num_seqs=3",), "rollout.vllm.max_num_seqs", "set rollout.max_rows"),
+    (("rollout.vllm.worker_extension_cls=x",), "rollout.vllm.worker_extension_cls", "take it out"),
     (("rollout.top_k=5", "rollout.temperature=0.7"), "rollout.temperature", "rollout.temperature = 1.0"),
 ]
 
