@@ -33,6 +33,7 @@ TRACKED = "tracked.json"  # in the tracker's folder: the run's id and that of th
 MLFLOW_FILE = "mlflow.db"  # in the tracker's folder
 # MLflow's own limits: of one call, and of characters.
 MLFLOW_PARAMS, MLFLOW_METRICS, MLFLOW_NAME, MLFLOW_VALUE = 100, 1000, 250, 6000
+MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}  # by a run's last state
 WAIT_SECONDS = 10.0
 SAVE_SECONDS = 2.0  # between two writes of tracked.json; points since the last one are shown again after a kill
 
@@ -59,7 +60,8 @@ class Tracker(Protocol):
     def flush(self) -> None:
         """Store what was shown. Does nothing where :meth:`show` returns when its point is stored."""
 
-    def close(self) -> None: ...
+    def close(self, state: str) -> None:
+        """Show the run's newest ``state``; one that has not ended may be continued."""
 
 
 class Points:
@@ -125,7 +127,7 @@ class TensorBoard(Tracker):
     def flush(self) -> None:
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, state: str) -> None:
         self._writer.close()
 
 
@@ -172,9 +174,10 @@ class Mlflow(Tracker):
                 self._client.log_batch(self.key, metrics=self._metrics[:MLFLOW_METRICS])
                 del self._metrics[:MLFLOW_METRICS]
 
-    def close(self) -> None:
-        with self._errors():
-            self._client.set_terminated(self.key)
+    def close(self, state: str) -> None:
+        if status := MLFLOW_STATUS.get(state):
+            with self._errors():
+                self._client.set_terminated(self.key, status)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -223,8 +226,8 @@ class WandB(Tracker):
     def show(self, point: Point) -> None:
         self._run.log({**point.numbers, "step": point.step, "_timestamp": point.time})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, state: str) -> None:
+        self._run.finish(exit_code=int(state == "failed"))
 
 
 Make = Callable[[Path, str, Mapping[str, Any], str], Tracker]  # of its folder, the run, the recipe and the key
@@ -281,7 +284,7 @@ def _tracked(file: Path) -> dict[str, str] | None:
     """What was shown before; None: nothing. Raises TrackError for a damaged file."""
     try:
         known: dict[str, str] = json.loads(file.read_text())
-        return {key: known[key] for key in ("run", "after", "key")}
+        return {"state": known.get("state", ""), **{key: known[key] for key in ("run", "after", "key")}}
     except FileNotFoundError:
         return None
     except (ValueError, LookupError, TypeError) as error:
@@ -314,11 +317,11 @@ async def track(
         )
     tracker, points, count = make(into, run, recipe, known["key"]), Points(), 0
     loop = asyncio.get_running_loop()
-    after, saved = known["after"], loop.time()
+    after, state, saved = known["after"], known.get("state", ""), loop.time()
 
     def save() -> None:
         tracker.flush()
-        text = json.dumps({"run": run, "after": after, "key": tracker.key})
+        text = json.dumps({"run": run, "after": after, "key": tracker.key, "state": state})
         with replacing(file, len(text)) as partial:
             partial.write_text(text)
 
@@ -327,11 +330,11 @@ async def track(
             for point in points.of(event):
                 await asyncio.to_thread(tracker.show, point)
                 count += 1
-            after = event.id
+            after, state = event.id, event.data["state"] if event.kind == "state" else state
             if loop.time() - saved > SAVE_SECONDS:
                 save()
                 saved = loop.time()
     finally:
         save()
-        tracker.close()
+        tracker.close(state)
     return count

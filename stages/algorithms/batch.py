@@ -148,7 +148,7 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if len(steps) == 1:
         return dict(steps[0])
     out = {}
-    for name in steps[0]:
+    for name in dict.fromkeys(name for step in steps for name in step):
         values = [step[name] for step in steps if name in step][: 1 if name.startswith("gap_mean_") else None]
         largest = name.startswith("max_") or name == "gap_max"
         out[name] = max(values) if largest else sum(values) / (1 if name == "fed_tokens" else len(values))

@@ -43,24 +43,37 @@ class NamedAlgorithm:
         return out  # type: ignore[no-any-return]
 
     def _check_credit(self, group: Mapping[str, Any], out: Any) -> None:
-        from pipeline.blocks import pack
-        from pipeline.columns import ColumnError, Schema
+        import torch
 
         names = self.algorithm.credit_makes.keys()
         if not isinstance(out, Mapping) or out.keys() != names:
             raise self._wrong("credit", out, f"a dict with the columns {sorted(names)}, or a Drop")
         rows = len(next(iter(group.values())))
-        for name, kind in self.algorithm.credit_makes.items():
-            values = out[name]
-            if not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0 or len(values) != rows:
+        for name, values in out.items():
+            parts = [values] if isinstance(values, torch.Tensor) else values if isinstance(values, list | tuple) else ()
+            tensors = bool(parts) and all(isinstance(part, torch.Tensor) for part in parts)
+            if not tensors or (values is parts[0] and not values.dim()) or len(values) != rows:
                 wanted = f"a tensor of {rows} values (a list of {rows} tensors where it is ragged)"
                 raise self._wrong("credit", values, f"{wanted} in {name!r}, one for each row of the group")
+            if not all(bool(row.isfinite().all()) for row in values):
+                raise self._wrong("credit", values, f"finite numbers in {name!r}, for {_short(group)}")
+
+    def check_columns(self, credit: Mapping[str, Any], tokens: Sequence[int]) -> None:
+        """Raise AlgorithmError where a column of ``credit`` is not of its type, or a ragged one that the loss reads has not
+        one value for each of the ``tokens`` of a row."""
+        from pipeline.blocks import pack
+        from pipeline.columns import ColumnError, Schema
+
+        for name, values in credit.items():
+            kind = self.algorithm.credit_makes[name]
             try:
                 pack(Schema([column(name, kind)]), {name: values})
             except ColumnError as error:
                 raise self._wrong("credit", values, f"{kind} in {name!r}: {error}") from error
-            if not all(bool(value.isfinite().all()) for value in values):
-                raise self._wrong("credit", values, f"finite numbers in {name!r}, for {_short(group)}")
+            lengths = [len(row) for row in values] if " ragged" in kind and name in self.algorithm.loss_reads else None
+            if lengths is not None and lengths != [*tokens]:
+                wanted = f"values for {[*tokens]} tokens in {name!r}, as many as each response has, not {lengths}"
+                raise self._wrong("credit", values, wanted)
 
     def prepare(self, batch: TrainBatch) -> Mapping[str, torch.Tensor]:
         out: Any = self._call("prepare", batch)
@@ -73,17 +86,6 @@ class NamedAlgorithm:
             if getattr(values, "shape", None) != shape:
                 raise self._wrong("prepare", values, f"a tensor of shape {[*shape]} in {name!r}")
         return out
-
-    def check_lengths(self, credit: Mapping[str, Any], tokens: Sequence[int]) -> None:
-        """Raise AlgorithmError where a ragged column of ``credit`` that the loss reads has not one value for each of the
-        ``tokens`` of a row."""
-        for name, values in credit.items():
-            if " ragged" not in self.algorithm.credit_makes.get(name, "") or name not in self.algorithm.loss_reads:
-                continue
-            lengths = [len(row) for row in values]
-            if lengths != [*tokens]:
-                wanted = f"values for {[*tokens]} tokens in {name!r}, as many as each response has, not {lengths}"
-                raise self._wrong("credit", values, wanted)
 
     def signal(self, batch: TrainBatch) -> float:
         out: Any = self._call("signal", batch)

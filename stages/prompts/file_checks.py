@@ -28,7 +28,7 @@ from stages.prompts.options import SHORT_CHARACTERS, PromptOptions
 from stages.prompts.rows.splits import choose_split, data_files
 from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.tables import check_size, dataset_function, open_rows, saved_folder
-from stages.prompts.templates import fill_template, parse_template, prompt_in, responses_in
+from stages.prompts.templates import fill_template, parse_template, prompt_in, responses_in, with_prompt
 
 MOST_FAULTS = 10  # of the rows of one source
 
@@ -126,6 +126,7 @@ class PromptCheck:
     def _check_row(self, row: Any, where: str) -> None:
         column = self.options.column
         row = plain_row(row, where, self.options.leave_out, self.changes)
+        row = with_prompt(row, column, self.options.responses, where)
         given = prompt_in(row, column, where)
         fields: Row = {name: value for name, value in row.items() if name != column}
         self.columns.update(fields)
@@ -235,7 +236,9 @@ class PromptCheck:
 
     def _check_columns(self, where: str, columns: list[str]) -> None:
         """Check the columns of a schema."""
-        if (column := self.options.column) not in columns:
+        column, responses = self.options.column, self.options.responses
+        is_whole = len(responses) == 1 and responses[0] in columns  # perhaps conversations, as their rows show
+        if column not in columns and not is_whole:
             has = f"it has {sorted(columns)}"
             raise PromptError(f"prompts: {where} has no column {column!r} ({has}); set prompts.column")
         self.columns |= set(columns) - {column, *self.options.leave_out}

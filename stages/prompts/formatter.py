@@ -17,7 +17,15 @@ from stages.prompts.files import PromptError, Row
 from stages.prompts.options import PromptLimits, PromptOptions
 from stages.prompts.rows.values import Changes, plain_row
 from stages.prompts.tables import Table
-from stages.prompts.templates import Message, fill_template, parse_template, prompt_in, responses_in, turns_of
+from stages.prompts.templates import (
+    Message,
+    fill_template,
+    parse_template,
+    prompt_in,
+    responses_in,
+    turns_of,
+    with_prompt,
+)
 from stages.prompts.too_long import LongPrompts
 
 if TYPE_CHECKING:  # recipes are read, and runs watched over the network, without torch, which takes seconds to import
@@ -80,7 +88,9 @@ class PromptFormatter:
         return prompt_in(self._plain(row, where), self.options.column, where)
 
     def _plain(self, row: Row, where: str) -> Row:
-        return plain_row(row, where, self.options.leave_out, self.changes)
+        options = self.options
+        plain = plain_row(row, where, options.leave_out, self.changes)
+        return with_prompt(plain, options.column, options.responses, where)
 
     def prompt(self, row: Row, where: str) -> Prompt:
         """Return the prompt of ``row``, however long; its beginning is cut off if the options say so."""

@@ -90,8 +90,11 @@ def check_chat_options(template: str, options: Mapping[str, Any]) -> None:
 def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Message]:
     """Return the prompt in a row's ``column``: a string, or messages. Raises PromptError for anything else."""
     if column not in row:
-        has = f"it has {sorted(map(str, row))}"
-        raise PromptError(f"prompts: {where} has no column {column!r} ({has:.200}); set prompts.column")
+        has, whole = f"it has {sorted(map(str, row))}", [name for name, value in row.items() if _is_conversation(value)]
+        fix = "set prompts.column"
+        if whole:
+            fix += f", or train whole conversations with algorithm.name = 'sft' and prompts.responses = {whole[:1]}"
+        raise PromptError(f"prompts: {where} has no column {column!r} ({has:.200}); {fix}")
     given = row[column]
     if isinstance(given, str) and given:
         return given
@@ -101,6 +104,21 @@ def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Mes
         f"prompts: {where} has {given!r:.200} in column {column!r}; a prompt is a string that is not empty, or a list of "
         "messages {'role': ..., 'content': ...}"
     )
+
+
+def with_prompt(row: Mapping[str, Any], column: str, responses: Sequence[str], where: str) -> dict[str, Any]:
+    """Return ``row``; where it has no prompt and its only response is a whole conversation, as in TRL's language modeling
+    data, with the messages before the assistant's first as the prompt. Raises PromptError where there are none."""
+    if column in row or len(responses) != 1 or not _is_conversation(row.get(responses[0])):
+        return dict(row)
+    messages = row[responses[0]]
+    first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    if not first:
+        raise PromptError(
+            f"prompts: {where} has a conversation in column {responses[0]!r} without a message before the first one of the "
+            f"assistant: {messages!r:.200}; begin it with one of the user or the system"
+        )
+    return {**row, column: messages[:first]}
 
 
 def responses_in(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[str | list[Message]]:
@@ -136,6 +154,10 @@ def turns_of(response: str | list[Message], prompts: Sequence[Sequence[Message]]
             f"{response[0]['content']!r:.100}; it must begin with one of the assistant, or with the prompt's own messages"
         )
     return response
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
 
 
 def _is_message(value: Any) -> bool:

@@ -206,8 +206,9 @@ def _credit(
     credit = {}
     if algorithm.credit_makes:
         credit = algorithm.credit({name: rows_at(column, rest) for name, column in group.items()})
-        if isinstance(algorithm, NamedAlgorithm) and any(tokens) and not isinstance(credit, Drop):
-            algorithm.check_lengths(credit, [tokens[row] for row in rest])
+        made = credit.instead if isinstance(credit, Drop) else credit
+        if isinstance(algorithm, NamedAlgorithm) and any(tokens) and made is not None:
+            algorithm.check_columns(made, [tokens[row] for row in rest])
     if not isinstance(credit, Drop):
         return complete(credit)
     return credit if credit.instead is None else Drop(credit.reason, complete(credit.instead))

@@ -32,6 +32,7 @@ from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.protocols import UndoableEngine
 from stages.engines.strategies import Ranks
+from stages.flow.catalogue import TOKEN_STALENESS
 from stages.training.ranks import RankGroup, RankWorker, train_batch
 
 
@@ -142,9 +143,12 @@ class CriticWorker:
 
     async def _train(self, claim: Claim) -> Mapping[str, Any]:
         """Train on the claim's rows. Returns the ``metrics``, and why the batch was ``skipped``, or ""."""
-        columns = trained_columns(self.algorithm, self.dock.schema)
         shares = await self.rank_group.deal(self.dock, claim, self.algorithm)
-        batch = await self.rank_group.fetch(self.dock, claim, shares, columns, self.trained)
+        columns, by_token = (
+            trained_columns(self.algorithm, self.dock.schema),
+            TOKEN_STALENESS in self.algorithm.loss_reads,
+        )
+        batch = await self.rank_group.fetch(self.dock, claim, shares, columns, self.trained, by_token=by_token)
         try:
             async with self.computing:
                 await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)

@@ -114,12 +114,20 @@ class RankGroup:
         return [[members[piece.group][row] for piece in share for row in piece.rows] for share in shares]
 
     async def fetch(
-        self, dock: Dock, claim: Claim, shares: Sequence[Sequence[int]], columns: Sequence[str], trained: int
+        self,
+        dock: Dock,
+        claim: Claim,
+        shares: Sequence[Sequence[int]],
+        columns: Sequence[str],
+        trained: int,
+        *,
+        by_token: bool = True,
     ) -> TensorDict:
-        """Returns this rank's share of the claim, as its engine takes it after ``trained`` steps."""
+        """Returns this rank's share of the claim, as its engine takes it after ``trained`` steps; ``by_token``: with the
+        staleness of each token."""
         share = claim.part(shares[self.ranks.replica])
         read = [*columns, VERSIONS] if VERSIONS in dock.schema else columns
-        return train_batch(share, await dock.fetch(share, read), trained)
+        return train_batch(share, await dock.fetch(share, read), trained, by_token=by_token)
 
 
 class RankWorker:
@@ -153,7 +161,10 @@ class RankWorker:
                 async with self.device.training():
                     claim = Claim("", order["claim"]["token"], order["claim"])
                     columns = trained_columns(self.algorithm, self.dock.schema)
-                    batch = await self.rank_group.fetch(self.dock, claim, order["shares"], columns, self.trained)
+                    by_token = TOKEN_STALENESS in self.algorithm.loss_reads
+                    batch = await self.rank_group.fetch(
+                        self.dock, claim, order["shares"], columns, self.trained, by_token=by_token
+                    )
                     with suppress(FloatingPointError):  # of all ranks: rank 0 records that the batch was skipped
                         await asyncio.to_thread(self.engine.train_batch, batch, self.algorithm)
                     self.trained += 1
@@ -180,9 +191,9 @@ class RankWorker:
         return self.publisher.publish(version, self.engine.weights(), None, (ranks.rank, ranks.world))
 
 
-def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None) -> TensorDict:
+def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None, *, by_token: bool = True) -> TensorDict:
     """Returns ``rows`` with the columns ``group`` and ``place``, and for a trainer that has made ``trained`` steps
-    ``staleness``, and in the place of ``versions`` the ``age`` and the staleness of each token, as
+    ``staleness``, and in the place of ``versions`` the ``age`` of each token and, with ``by_token``, its staleness, as
     :meth:`TrainEngine.train_batch` takes them."""
     batch = rows.copy()
     batch["group"] = torch.from_numpy(claim.group.astype("int64"))
@@ -191,7 +202,7 @@ def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None) -> T
         batch[STALENESS] = trained - torch.from_numpy(claim.oldest_version.astype("int64"))
         if VERSIONS in batch:
             versions = [row.tolist() for row in batch[VERSIONS].unbind()]
-            for name, of in ((TOKEN_STALENESS, staleness_of), (AGE, ages_of)):
+            for name, of in {AGE: ages_of, **({TOKEN_STALENESS: staleness_of} if by_token else {})}.items():
                 rows_of = [of(row, trained) for row in versions]
                 batch[name] = torch.nested.nested_tensor(rows_of, layout=torch.jagged)
             del batch[VERSIONS]

@@ -35,6 +35,7 @@ from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.protocols import TrainEngine, UndoableEngine
 from stages.engines.strategies import Ranks
+from stages.flow.catalogue import TOKEN_STALENESS
 from stages.rewards.scores import has_failed, has_reward
 from stages.sample_log import Recorder, Sample
 from stages.training.critic import CriticOrders
@@ -211,8 +212,11 @@ class Update(Stage):
     async def _train_policy(self, claim: Claim) -> Mapping[str, float]:
         shares = await self.rank_group.deal(self.dock, claim, self.algorithm)
         await self.rank_group.broadcast("train", claim=claim.record(), shares=shares)
-        columns = trained_columns(self.algorithm, self.dock.schema)
-        batch = await self.rank_group.fetch(self.dock, claim, shares, columns, self.trained)
+        columns, by_token = (
+            trained_columns(self.algorithm, self.dock.schema),
+            TOKEN_STALENESS in self.algorithm.loss_reads,
+        )
+        batch = await self.rank_group.fetch(self.dock, claim, shares, columns, self.trained, by_token=by_token)
         if self._probe_tokens:
             self._probe = probe_rows(self._probe, batch, self._probe_tokens)
         with self.spans.during("train", rows=len(claim), version=self.trained):

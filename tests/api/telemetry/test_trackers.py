@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -71,7 +71,7 @@ class Kept:
 
     def flush(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, state: str) -> None: ...
 
 
 def test_shares_of_a_worker_are_those_between_two_steps() -> None:
@@ -354,3 +354,48 @@ async def test_ids_of_a_resumed_run_do_not_fall_and_its_steps_are_shown(tmp_path
     assert ids == sorted(set(ids))
     after = await shown(folder, tmp_path / "into")
     assert [point.step for point in after if "train/loss" in point.numbers] == [2, 3]
+
+
+# ── how a run ended ──
+
+
+class Closed:
+    """A tracker that remembers the state with which it was closed."""
+
+    key = "k"
+    states: ClassVar[list[str]] = []
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def show(self, point: Point) -> None: ...
+    def flush(self) -> None: ...
+
+    def close(self, state: str) -> None:
+        self.states.append(state)
+
+
+async def test_a_tracker_learns_how_the_run_ended_also_when_it_goes_on_later(tmp_path: Path) -> None:
+    states = {"running": "1-0", "failed": "2-0"}
+    past = [Event(at, 1.0, "state", {"state": state, "reason": ""}) for state, at in states.items()]
+
+    async def events(after: str) -> AsyncIterator[Event]:
+        for event in past[:1] if not Closed.states else past:
+            if order(event.id) > order(after):
+                yield event
+
+    Closed.states.clear()
+    for _ in range(3):  # while it runs, at its end, and once more
+        await track(events, "run", tmp_path / "into", Closed, {})
+    assert Closed.states == ["running", "failed", "failed"]
+
+
+def test_mlflow_says_how_the_run_ended(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("alembic")
+    tracker = Mlflow(tmp_path, "run", {}, "")
+    status = []
+    for state in ("running", "failed", "stopped", "finished"):
+        tracker.close(state)
+        status.append(tracker._client.get_run(tracker.key).info.status)
+    assert status == ["RUNNING", "FAILED", "KILLED", "FINISHED"]

@@ -140,7 +140,7 @@ CREDIT_SAYS = {
     "number": "returned 1.0 from credit",
     "scalar": "returned a tensor of float32 [] from credit",
     "double": "convert with .to(torch.float32)",
-    "list": "make it a tensor",
+    "list": "wanted is a tensor of 4 values (a list of 4 tensors where it is ragged) in 'advantage'",
     "other": "wanted is a dict with the columns ['advantage'], or a Drop",
     "missing": "raised KeyError('rewards') in credit",
 }

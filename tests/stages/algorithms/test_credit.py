@@ -43,6 +43,16 @@ def test_metrics_of_several_optimizer_steps_are_one_figure_each() -> None:
     assert over_steps(steps[:1]) == steps[0]
 
 
+def test_a_metric_that_the_first_step_lacks_is_reported() -> None:
+    """As the share of clipped tokens of a mini-batch without any trained token."""
+    steps = [
+        {"loss": 1.0},
+        {"loss": 2.0, "clip_fraction": 0.25},
+        {"loss": 3.0, "clip_fraction": 0.75, "max_ratio": 4.0},
+    ]
+    assert over_steps(steps) == {"loss": pytest.approx(2.0), "clip_fraction": pytest.approx(0.5), "max_ratio": 4.0}
+
+
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**16), parts=st.integers(1, 4))
 def test_explained_variance_is_that_of_all_tokens_however_they_are_batched(seed: int, parts: int) -> None:

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from stages.models import Tokenizer, is_ready, load_tokenizer
 from stages.prompts.conversations import Conversations, Response, chosen_template
-from stages.prompts.files import PromptError
+from stages.prompts.file_checks import PromptCheck
+from stages.prompts.files import PromptError, Reading
 from stages.prompts.formatter import PromptFormatter
 from stages.prompts.options import PromptLimits, PromptOptions
 
@@ -218,6 +219,37 @@ def test_forms_of_a_response_are_the_same_response() -> None:
         assert prompt.responses == expected.responses
     in_template = formatted({"prompt": "3", "answer": [user("3"), assistant("7")]}, tokenizer, template="{prompt}+4?")
     assert texts(in_template, tokenizer)[0].endswith("user\n3+4?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_row_that_is_a_whole_conversation_trains_all_turns_of_the_assistant(tmp_path: Path) -> None:
+    """TRL's language modeling data: {"messages": [...]}, without a prompt."""
+    tokenizer = small_bpe()
+    talk = [user("What is 3+4?"), assistant("7"), user("And 1+1?"), assistant("2")]
+    options = PromptOptions(source="jsonl", path="rows.jsonl", responses=["messages"])
+    whole = PromptFormatter(options, tokenizer).prompt({"messages": talk}, "line 1")
+    split = formatted({"prompt": talk[:1], "answer": talk[1:]}, tokenizer)
+    assert (whole.ids.tolist(), whole.responses) == (split.ids.tolist(), split.responses)
+    (response,) = whole.responses
+    assert [tokenizer.decode(response.ids[begin:end]) for begin, end in response.spans] == [
+        "7<|im_end|>\n",
+        "2<|im_end|>\n",
+    ]
+    with pytest.raises(
+        PromptError, match=r"without a message before the first one of the assistant: .*begin it with one"
+    ):
+        PromptFormatter(options, tokenizer).prompt({"messages": talk[1:]}, "line 1")
+
+    path = tmp_path / "talk.jsonl"
+    path.write_text(json.dumps({"messages": talk}) + "\n")
+    assert not [*PromptCheck(PromptOptions(source="jsonl", path=str(path), responses=["messages"]), Reading()).faults()]
+    generated = PromptOptions(source="jsonl", path=str(path))
+    wrong = (
+        r"no column 'prompt' .*; set prompts\.column, or train whole conversations with algorithm\.name = 'sft' and "
+    )
+    with pytest.raises(PromptError, match=wrong + r"prompts\.responses = \['messages'\]"):
+        PromptFormatter(generated, tokenizer).prompt({"messages": talk}, "line 1")
+    (fault,) = PromptCheck(generated, Reading()).faults()
+    assert "train whole conversations with algorithm.name = 'sft'" in str(fault)
 
 
 def test_a_response_that_is_no_answer_to_its_prompt_is_refused() -> None:

@@ -40,6 +40,8 @@ def test_a_batch_has_the_staleness_of_each_token_and_of_each_row() -> None:
     assert batch["staleness"].tolist() == [6, 1]
     assert [row.tolist() for row in batch["token_staleness"].unbind()] == [[6, 6, 2, 0], [1, 1, 1]]
     assert "versions" not in batch
+    unread = train_batch(claim, rows, 7, by_token=False)  # type: ignore[arg-type]
+    assert set(unread.keys()) == set(batch.keys()) - {"token_staleness"}
 
 
 def test_gaps_are_means_over_the_tokens_of_each_age_however_they_are_batched() -> None:
