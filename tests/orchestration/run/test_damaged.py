@@ -20,6 +20,7 @@ from orchestration.run.checkpoint import CheckpointUnusable
 from orchestration.run.engines import tokenizer_of, train_engine
 from orchestration.run.lock import RunError
 from orchestration.run.run import Run
+from orchestration.run.storage.recorded import set_newer_aside
 from orchestration.run.storage.store import CheckpointStore
 from stages.models import load_model
 from stages.weights import manifest
@@ -201,3 +202,29 @@ def test_one_that_was_damaged_at_its_url_is_not_copied_from_there(tmp_path: Path
     part = checkpoint.newest(there, str(remote), 2, ["train"])
     assert part is not None, "its other part is whole"
     assert sorted(path.name for path in part.path.iterdir()) == ["digests.json", "run.json", "train"]
+
+
+def test_a_copy_at_the_url_is_not_removed_to_make_the_same_one(tmp_path: Path) -> None:
+    """The disk may not give the files a second time."""
+    made, remote = written(tmp_path / "run" / "checkpoints"), tmp_path / "remote"
+    remote.mkdir()
+    store = CheckpointStore(str(remote))
+    store.push(made.path, keep=1)
+    flip(shards(made.path))
+    store.push(made.path, keep=1)
+    assert store.verify("step-00000001")[1] == []
+
+
+def test_versions_at_the_url_are_set_aside_with_those_here(tmp_path: Path) -> None:
+    out, remote = tmp_path / "run", tmp_path / "remote"
+    remote.mkdir()
+    store = CheckpointStore(str(remote))
+    for version in (1, 2, 3):
+        store.push(written(out / "checkpoints", version).path, keep=9)
+    set_newer_aside(out, str(remote), 1)
+    assert store.names() == ["step-00000001"]
+    names = ["aside-step-00000002", "aside-step-00000003", "step-00000001"]
+    for folder in (remote, out / "checkpoints"):
+        assert sorted(path.name for path in folder.iterdir()) == names
+    set_aside = written(out / "checkpoints", 2)
+    assert checkpoint.set_aside(set_aside.path).name == "aside-step-00000002-2", "none replaces another"

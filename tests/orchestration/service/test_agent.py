@@ -19,7 +19,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.service import agent as agents
 from orchestration.service.agent import Agent, AgentError
-from orchestration.service.lifecycle import WHERE
+from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import RunRecord, WrongState
 from pipeline.events import Event
 from pipeline.index.client import Index
@@ -281,6 +281,51 @@ async def test_a_run_whose_shared_memory_is_gone_goes_on_from_its_checkpoint(tmp
         again = [e.data["step"] for e in events if e.kind == "step" and e.id > rewound.id]
         assert again == list(range(saved.version, 12))
         assert of(events, "ledger")[-1]["trained"] == 12 * 16
+
+
+async def test_a_run_whose_checkpoints_are_away_fails_and_loses_nothing(tmp_path: Path) -> None:
+    """After a restart of the machine, with a disk that is not mounted. It goes on when that is there again."""
+    folder = tmp_path / "elsewhere"
+    async with serving(tmp_path) as service:
+        run = await service.submit(recipe(INLINE, checkpoint__every=3, **ENDLESS))
+        async with service.working():
+            await service.wait_for_event(run, "checkpoint", lambda data: data["version"] >= 3)
+            _, process = await service.held(run)
+        die(process)
+        await process.wait()
+        (left,) = shared_memory(tmp_path)
+        shutil.rmtree(left)
+        checkpoints = tmp_path / "runs" / run / "checkpoints"
+        checkpoints.rename(folder)
+        before = [event.id for event in await service.events(run)]
+        async with service.working():
+            record = await service.ended(run)
+            assert record.state == "failed"
+            assert "CheckpointMissing: checkpoint: the run's newest is of version" in record.reason
+            assert "has none below" in record.reason
+            events = await service.events(run)
+            assert [event.id for event in events][: len(before)] == before
+            assert not [event for event in events if event.kind == "worker" and event.data["change"] == "rewound"]
+            folder.rename(checkpoints)
+            newest = checkpoint.latest(checkpoints)
+            assert newest is not None
+            await service.registry.reopen(record, recipe(INLINE, train__steps=newest.version + 2, checkpoint__every=3))
+            record = await service.ended(run)
+        assert (record.state, record.reason) == ("finished", "")
+
+
+async def test_memory_of_a_run_that_the_list_does_not_know_stays_while_its_folder_is_here(tmp_path: Path) -> None:
+    """As when the service's index is on a disk that is not mounted, and an empty one is served in its place."""
+    async with serving(tmp_path) as service:
+        known, unknown = tmp_path / "runs" / "known-by-another-list", tmp_path / "runs" / "deleted"
+        known.mkdir(parents=True)
+        left = [shared_of(known), shared_of(unknown)]
+        for each in left:
+            each.mkdir()
+        async with service.working():
+            await service.ended(await service.submit(recipe(INLINE, train__steps=1)))
+        assert [each.exists() for each in left] == [True, False]
+        left[0].rmdir()
 
 
 async def test_a_stopped_run_goes_on_with_other_keys_and_no_step_is_lost_or_doubled(tmp_path: Path) -> None:

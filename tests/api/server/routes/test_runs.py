@@ -14,10 +14,11 @@ import pytest
 from api.server.access.tokens import Scope, Tokens
 from api.server.service import Settings
 from orchestration.recipe.load import FIXED
-from orchestration.service.registry import Registry
+from orchestration.service.registry import CHECKPOINT_REPORTED, Registry
 from pipeline.index.client import Index
 from tests.any_event import AnyEvent
 from tests.api.serving import Client, bearer, problem, serving
+from tests.orchestration.run.test_checkpoints import written
 from tests.orchestration.runs import MOCK
 
 
@@ -195,6 +196,32 @@ async def test_an_ended_run_waits_again_with_the_changes_of_its_recipe(client: C
         await problem(await client.post(f"/v1/runs/{run}/resume", json=wrong), 422)
     await problem(await client.post(f"/v1/runs/{run}/resume", data=b"{"), 415)
     assert (await client.delete(f"/v1/runs/{run}")).status == 204
+
+
+async def test_a_run_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged(
+    client: Client, index_url: str, tmp_path: Path
+) -> None:
+    run = (await submitted(client))["id"]
+    early = await problem(await client.post(f"/v1/runs/{run}/resume", json={"start_version": 1}), 409)
+    assert (early["field"], early["fix"]) == ("start_version", "stop it first")
+    await client.post(f"/v1/runs/{run}/stop")
+    folder = tmp_path / "runs" / run / "checkpoints"
+    for version in (2, 4):
+        written(folder, version)
+    (folder / "step-00000004" / "run.json").write_text("")
+    listed = await (await client.get(f"/v1/runs/{run}/checkpoints")).json()
+    assert [each["version"] for each in listed["checkpoints"]] == [2]
+    damaged = await problem(await client.post(f"/v1/runs/{run}/resume"), 409)
+    assert str(folder / "step-00000004" / "run.json") in damaged["detail"]
+    unknown = await problem(await client.post(f"/v1/runs/{run}/resume", json={"start_version": 3}), 409)
+    assert (unknown["type"], unknown["value"]) == ("urn:asyncdock:no-checkpoint", 3)
+    await problem(await client.post(f"/v1/runs/{run}/resume", json={"start_version": -1}), 422)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000004"]
+    response = await client.post(f"/v1/runs/{run}/resume", json={"start_version": 2})
+    assert (response.status, (await response.json())["state"]) == (202, "created")
+    assert sorted(path.name for path in folder.iterdir()) == ["aside-step-00000004", "step-00000002"]
+    assert await Index(index_url, run).get(CHECKPOINT_REPORTED) == "2", "the runner does not look for a newer one"
+    await client.post(f"/v1/runs/{run}/stop")
 
 
 async def test_a_run_is_deleted_by_its_owner_or_an_admin_only(index_url: str, tmp_path: Path) -> None:
