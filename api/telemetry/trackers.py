@@ -284,7 +284,7 @@ def _tracked(file: Path) -> dict[str, str] | None:
     """What was shown before; None: nothing. Raises TrackError for a damaged file."""
     try:
         known: dict[str, str] = json.loads(file.read_text())
-        return {"state": known.get("state", ""), **{key: known[key] for key in ("run", "after", "key")}}
+        return {**{key: known[key] for key in ("run", "after", "key")}, "state": known.get("state", "")}
     except FileNotFoundError:
         return None
     except (ValueError, LookupError, TypeError) as error:

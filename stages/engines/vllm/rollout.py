@@ -62,9 +62,8 @@ class VllmRolloutEngine:
     ``max_model_len``: tokens of prompt and response together (None: the model's limit). ``block_size``: tokens of a KV
     block; rows of a group share whole blocks of their prompt (None: vLLM's default, 128 on the CPU). ``threads``: CPU
     threads. ``transfer_timeout``: seconds for new weights to reach vLLM's workers. ``adapters``: the weights that the engine
-    takes are those of adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``: tokens from this
-    number on, which pad the head, are never sampled; logprobs are those of the others alone, but with ``filters``.
-    ``arguments``: further ones of vLLM's ``AsyncEngineArgs``.
+    takes are those of adapters on the model, ``first`` of them at its start (None: zeros). ``sampled``: tokens from it on
+    pad the head and are never sampled (with ``filters``, logprobs count them). ``arguments``: further engine arguments.
 
     Raises ``EngineMissing``, and what vLLM raises for a model that it cannot serve.
     """
@@ -281,9 +280,8 @@ class VllmRolloutEngine:
         return None
 
     def _abort(self, responses: Responses) -> None:
-        for row, task in list(self._rows.items()):
-            if row.responses is responses:
-                task.cancel()
+        for task in [task for row, task in self._rows.items() if row.responses is responses]:
+            task.cancel()
 
     def _fail(self, error: Exception) -> EngineFailed:
         """Record that vLLM cannot go on, and end every iterator with the error. Returns the first such error."""
