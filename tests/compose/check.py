@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -150,9 +151,9 @@ def check(folder: Path, engine: Engine | None) -> int:
             follow_the_page(stack, report, folder)
         finally:
             docker("compose", "--project-directory", str(home), "--profile", "*", "down", "--volumes", check=False)
-            report.attempt("Afterwards", "no container, network or volume", lambda: nothing_is_left(stack))
+            report.attempt("Afterwards", "no container, network or volume", partial(nothing_is_left, stack))
     if engine is not None:
-        report.attempt("Afterwards", "no process of the engine", lambda: engine.assert_nothing_was_left())
+        report.attempt("Afterwards", "no process of the engine", engine.assert_nothing_was_left)
     shutil.rmtree(folder / "tree")
     print(report.table(), flush=True)
     return int(report.failed())
@@ -165,11 +166,11 @@ def follow_the_page(stack: Stack, report: Report, folder: Path) -> None:
     for section, expectations in AFTER.items():
         print(f"\n{section}", flush=True)
         for command in (each for each in page if each.section == section):
-            if not report.attempt(section, command.text, lambda command=command: execute(command, shell, stack)):
+            if not report.attempt(section, command.text, partial(execute, command, shell, stack)):
                 return
         for expectation in expectations:
             what = expectation.__name__.replace("_", " ")
-            report.attempt(section, what, lambda expectation=expectation: expectation(stack))
+            report.attempt(section, what, partial(expectation, stack))
 
 
 def execute(command: Command, shell: Shell, stack: Stack) -> None:
