@@ -103,7 +103,7 @@ def main() -> None:
     if given.inside:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         sys.exit(check(folder, Engine(folder)))
-    own = given.local_bases or subprocess.run(["docker", "info"], capture_output=True).returncode != 0
+    own = given.local_bases or not engine_answers()
     if lacking := missing(own):
         sys.exit("compose-check cannot run here:\n" + "\n".join(f"- {line}" for line in lacking))
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,6 +119,11 @@ def main() -> None:
     )
     bases.prepare(folder)
     sys.exit(isolated(["--inside", "--folder", str(folder)]))
+
+
+def engine_answers() -> bool:
+    """Whether this machine has a Docker that runs."""
+    return bool(shutil.which("docker")) and not subprocess.run(["docker", "info"], capture_output=True).returncode
 
 
 def missing(own: bool) -> list[str]:
