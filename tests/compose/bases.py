@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.compose.sandbox import ROOT
@@ -26,9 +27,23 @@ PYTHON_NEEDS = (
 )
 SERVICES_NEED = ("prometheus", "redis-server", "wget")
 WHEELS_PORT = 3141  # of loopback, where the build finds wheels/
-# What the Dockerfiles of others say of their images: entry point, and the folder that a volume takes its owner from.
-REDIS = ("redis", [], "/data", 999, 1000)
-PROMETHEUS = ("prom/prometheus", ["prometheus"], "/prometheus", 65534, 65534)
+
+
+@dataclass(frozen=True)
+class Image:
+    """What the Dockerfile of others says: the program, and the folder that a volume takes its owner from."""
+
+    name: str
+    entrypoint: str  # as JSON
+    data: str
+    user: int
+    group: int
+
+
+SERVICES = (
+    Image("redis", "[]", "data", 999, 1000),
+    Image("prom/prometheus", '["prometheus"]', "prometheus", 65534, 65534),
+)
 
 
 def prepare(folder: Path) -> None:
@@ -42,9 +57,8 @@ def load(folder: Path, images: Sequence[str]) -> None:
     """Import the stand-ins into the engine that ``docker`` reaches. ``images`` are the names with versions."""
     by_name = {image.partition(":")[0]: image for image in images}
     _import(folder / "python.tar", by_name["python"], ["ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"])
-    for name, entry, _, _, _ in (REDIS, PROMETHEUS):
-        words = ", ".join(f'"{word}"' for word in entry)
-        _import(folder / "services.tar", by_name[name], [f"ENTRYPOINT [{words}]"])
+    for image in SERVICES:
+        _import(folder / "services.tar", by_name[image.name], [f"ENTRYPOINT {image.entrypoint}"])
 
 
 def _import(archive: Path, image: str, changes: Sequence[str]) -> None:
@@ -78,9 +92,9 @@ def _archive(archive: Path, packages: Sequence[str], *, python: bool) -> None:
     if python:
         _add_python(root)
     else:
-        for _, _, place, user, group in (REDIS, PROMETHEUS):
-            (root / place.strip("/")).mkdir()
-            shutil.chown(root / place.strip("/"), user, group)
+        for image in SERVICES:
+            (root / image.data).mkdir()
+            shutil.chown(root / image.data, image.user, image.group)
     draft = archive.with_suffix(".draft")
     subprocess.run(["tar", "--create", "--file", str(draft), "--directory", str(root), "."], check=True)
     draft.rename(archive)

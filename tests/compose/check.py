@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -102,7 +103,7 @@ def main() -> None:
     if given.inside:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         sys.exit(check(folder, Engine(folder)))
-    own = given.local_bases or subprocess.run(["docker", "info"], capture_output=True).returncode != 0
+    own = given.local_bases or not engine_answers()
     if lacking := missing(own):
         sys.exit("compose-check cannot run here:\n" + "\n".join(f"- {line}" for line in lacking))
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,6 +119,11 @@ def main() -> None:
     )
     bases.prepare(folder)
     sys.exit(isolated(["--inside", "--folder", str(folder)]))
+
+
+def engine_answers() -> bool:
+    """Whether this machine has a Docker that runs."""
+    return bool(shutil.which("docker")) and not subprocess.run(["docker", "info"], capture_output=True).returncode
 
 
 def missing(own: bool) -> list[str]:
@@ -150,9 +156,9 @@ def check(folder: Path, engine: Engine | None) -> int:
             follow_the_page(stack, report, folder)
         finally:
             docker("compose", "--project-directory", str(home), "--profile", "*", "down", "--volumes", check=False)
-            report.attempt("Afterwards", "no container, network or volume", lambda: nothing_is_left(stack))
+            report.attempt("Afterwards", "no container, network or volume", partial(nothing_is_left, stack))
     if engine is not None:
-        report.attempt("Afterwards", "no process of the engine", lambda: engine.assert_nothing_was_left())
+        report.attempt("Afterwards", "no process of the engine", engine.assert_nothing_was_left)
     shutil.rmtree(folder / "tree")
     print(report.table(), flush=True)
     return int(report.failed())
@@ -165,11 +171,11 @@ def follow_the_page(stack: Stack, report: Report, folder: Path) -> None:
     for section, expectations in AFTER.items():
         print(f"\n{section}", flush=True)
         for command in (each for each in page if each.section == section):
-            if not report.attempt(section, command.text, lambda command=command: execute(command, shell, stack)):
+            if not report.attempt(section, command.text, partial(execute, command, shell, stack)):
                 return
         for expectation in expectations:
             what = expectation.__name__.replace("_", " ")
-            report.attempt(section, what, lambda expectation=expectation: expectation(stack))
+            report.attempt(section, what, partial(expectation, stack))
 
 
 def execute(command: Command, shell: Shell, stack: Stack) -> None:

@@ -60,7 +60,7 @@ class Engine:
         places = ["--data-root", str(self._data), "--exec-root", "/run/check", "--pidfile", "/run/check.pid"]
         with self.log.open("wb") as output:
             command = ["dockerd", *places, "--host", SOCKET]
-            # A session of its own: Ctrl-C ends the check, which then still takes down what runs.
+            # In a process group of its own: Ctrl-C ends the check, which then still takes down what runs.
             self._daemon = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         until(self._answers, START_SECONDS, f"dockerd answers (its log: {self.log})")
         return self

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tests.compose.sandbox import ROOT
+
+T = TypeVar("T")
 
 PAGE = ROOT / "compose" / "README.md"
 
@@ -58,18 +61,16 @@ def variables(lines: list[Command]) -> list[str]:
     return [match[1] for match in found if match]
 
 
-def until(condition, seconds: float, what: str):  # type: ignore[no-untyped-def]
+def until(condition: Callable[[], T], seconds: float, what: str) -> T:
     """The first true value of ``condition()``. Raises AssertionError, with its last value or error, when it is late."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            last = condition()
+            value = condition()
+            if value:
+                return value
+            last: object = value
         except (OSError, subprocess.SubprocessError, LookupError, AssertionError) as error:
-            last = None
-            failure: object = error
-        else:
-            failure = last
-        if last:
-            return last
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s; last: {failure}"
+            last = error
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s; last: {last}"
         time.sleep(0.5)

@@ -8,7 +8,7 @@ import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,8 @@ class Stack:
         assert page["runs"], f"no run is called {name}"
         return page["runs"][0]
 
-    def until_run(self, name: str, condition, what: str) -> dict[str, Any]:  # type: ignore[no-untyped-def]
-        def reached() -> dict[str, Any] | None:
+    def until_run(self, name: str, condition: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        def reached() -> dict[str, Any]:
             view = self.run(name)
             if condition(view):
                 return view

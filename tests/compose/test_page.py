@@ -87,8 +87,9 @@ def test_two_checks_in_one_folder_are_one_too_many(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_what_is_not_installed_is_named_with_its_fix(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.compose.check", "--local-bases", "--folder", str(tmp_path / "check")]
+@pytest.mark.parametrize("options", [[], ["--local-bases"]])
+def test_what_is_not_installed_is_named_with_its_fix(tmp_path: Path, options: list[str]) -> None:
+    command = [sys.executable, "-m", "tests.compose.check", "--folder", str(tmp_path / "check"), *options]
     done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 1
     for line in ("docker: apt install docker.io", "debootstrap: apt install debootstrap"):
