@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
 import typer.main
+from rich.console import Console
 
 from api.cli.main import app
+from api.cli.service import runs
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.run import checkpoint
+from pipeline.events import Event
 
 ROOT = Path(__file__).resolve().parents[3]
 CLOSED = "import os, sys; os.close(1); os.execv(sys.argv[1], sys.argv[1:])"
@@ -128,3 +133,24 @@ def test_a_run_of_which_errors_have_no_reader_either_logs_them_in_its_folder(tmp
     assert done.returncode == 0
     assert "nobody reads the output" in (tmp_path / "run" / "logs" / "run.log").read_text()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["state"] == "finished"
+
+
+async def test_a_view_of_a_services_run_ends_when_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on for as long as the run does. The run is not asked for anything."""
+
+    class Service:
+        patience = 0.0
+
+        async def run(self, run: str) -> SimpleNamespace:
+            recipe = {"pipeline": {"staleness": 1}}
+            return SimpleNamespace(name="mine", steps=9, recipe=recipe, devices=1, position=None)
+
+        async def events(self, run: str) -> AsyncIterator[Event]:
+            yield Event("1-0", 1.0, "state", {"state": "running"})
+            raise AssertionError("it went on after nobody had read the first event")
+
+    monkeypatch.setattr(runs, "output_is_gone", lambda: True)
+    console = Console(file=io.StringIO())
+    with pytest.raises(typer.Exit) as ended:
+        await runs.watch_run(Service(), "mine", console, json=False, plain=True, say=[])  # type: ignore[arg-type]
+    assert ended.value.exit_code == 141
