@@ -26,7 +26,6 @@ ENVIRONMENT = {
     # The trainer and other engines use the same cores: threads are not bound to cores, and do not spin while they wait.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_ASCEND_ENABLE_NZ": "0",  # see ascend_config(): what vllm-ascend 0.23 reads
 }
 NAMES = {
     "AsyncEngineArgs": "vllm.engine.arg_utils",
@@ -107,6 +106,7 @@ def vllm_environment(threads: int | None) -> Iterator[None]:
         ENVIRONMENT
         | {ENGINE_PROCESS: str(os.getpid())}
         | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+        | ({"VLLM_ASCEND_ENABLE_NZ": "0"} if is_installed("vllm_ascend") else {})  # as ascend_config(), before 0.24
     )
     with _STARTING:
         added = {name: value for name, value in wanted.items() if name not in os.environ}

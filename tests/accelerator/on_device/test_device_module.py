@@ -194,8 +194,8 @@ def test_a_recording_is_made_beside_the_stream_and_waits_for_it(
     def act() -> torch.Tensor:
         assert Graph.recording is not None
         beside.append(torch.accelerator.current_stream(npu))
-        copied.copy_(back, non_blocking=True)  # which the ordinary stream has to wait for
         result = given * 2
+        copied.copy_(back, non_blocking=True)  # which the ordinary stream has to wait for
         Graph.recording.acts.append(lambda: torch.mul(given, 2, out=result))
         return result
 

@@ -56,6 +56,8 @@ def test_vllm_ascend_keeps_weights_in_a_layout_that_can_be_updated(monkeypatch: 
         assert library.os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0"  # type: ignore[attr-defined]
     installed(monkeypatch)
     assert library.engine_arguments(VLLM, {}, {}).additional_config == {}
+    with library.vllm_environment(None):
+        assert "VLLM_ASCEND_ENABLE_NZ" not in library.os.environ  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("has_npus", [True, False])
