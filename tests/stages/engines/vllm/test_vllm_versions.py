@@ -58,13 +58,15 @@ async def test_tokens_before_and_after_each_swap_are_those_of_their_version(
             threads=1,
             pause=pause,
             kv_cache="rebuild",
-            arguments={"max_num_batched_tokens": 640},
+            arguments={"max_num_batched_tokens": 3072},
         )
     )
     streamed: dict[int, list[Any]] = {}
     finished: dict[int, Completion] = {}
     try:
-        assert engine._llm.vllm_config.scheduler_config.max_num_batched_tokens == 640
+        assert (
+            engine._llm.vllm_config.scheduler_config.max_num_batched_tokens == 3072
+        )  # no row is computed in pieces: vLLM on a CPU fails then
         request = GroupRequest(0, tuple(range(ROWS)), IDS, SamplingParams(max_tokens=TOKENS, temperature=1.0), 0)
         swaps = iter([1, 2, 3])
         async with aclosing(engine.stream([request])) as pieces:  # type: ignore[type-var]
