@@ -55,6 +55,8 @@ def test_what_the_device_is(npu: torch.device) -> None:
     assert devices.widest_float(torch.device("cpu")) == torch.float64
     assert not devices.multiplies_into_float32(npu)
     assert not devices.has_flash_attention(npu)
+    assert not devices.splits_groups(npu), "HCCL does not"
+    assert devices.splits_groups(torch.device("cuda"))
 
 
 def test_memory_is_counted_by_the_devices_own_module(npu: torch.device, library: Any) -> None:
