@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -57,8 +57,8 @@ class Output(io.FileIO):
 
 
 def open_outputs() -> None:
-    """Make ``sys.stdout`` and ``sys.stderr`` text streams over an :class:`Output` each. A descriptor that was closed is
-    opened: the next file would get its number."""
+    """Make ``sys.stdout`` and ``sys.stderr`` text streams over an :class:`Output` each, but one that a caller in this
+    process has put in its place. A descriptor that was closed is opened: the next file would get its number."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -74,9 +74,15 @@ def _open_null(descriptor: int) -> None:
         os.close(null)
 
 
-def _opened(stream: Any, descriptor: int, errors: str) -> io.TextIOWrapper:
+def _opened(stream: Any, descriptor: int, errors: str) -> TextIO:
     if stream is None:  # it was closed when Python started, and its number may be another file's by now
         return open(os.devnull, "w", encoding="utf-8")
+    try:
+        is_own = stream.fileno() == descriptor
+    except (AttributeError, OSError):  # io.UnsupportedOperation is an OSError
+        is_own = False
+    if not is_own:
+        return stream  # type: ignore[no-any-return]
     stream.flush()
     raw = Output(descriptor)
     return io.TextIOWrapper(

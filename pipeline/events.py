@@ -379,3 +379,8 @@ def order(event_id: str) -> tuple[int, int]:
     """
     milliseconds, _, number = event_id.partition("-")
     return int(milliseconds or -1), int(number or 0)
+
+
+def by_count(reasons: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Reasons and their counts, the greatest first."""
+    return sorted(reasons.items(), key=lambda one: (-one[1], one[0]))

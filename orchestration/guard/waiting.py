@@ -15,8 +15,7 @@ from pydantic import Field, computed_field
 from pydantic.dataclasses import dataclass
 
 from orchestration.recipe.schema import Recipe
-from pipeline.events import ENDED
-from pipeline.index.errors import by_count
+from pipeline.events import ENDED, by_count
 from stages.weights.documents import done_with
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.index.errors import TooManyDropped, by_count
+from pipeline.events import by_count
+from pipeline.index.errors import TooManyDropped
 from stages.prompts.given_responses import EMPTY
 from stages.training.advantage import ABSENT, DROPPED
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from redis.exceptions import ResponseError
 
+from pipeline.events import by_count
 from pipeline.warehouse.arena import StaleHandle
 
 
@@ -48,11 +49,6 @@ class TooManyDropped(RuntimeError):
             f"dropped so far, by reason: {counts}"
         )
         self.since, self.most, self.reasons = since, most, dict(reasons)
-
-
-def by_count(reasons: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Reasons and their counts, the greatest first."""
-    return sorted(reasons.items(), key=lambda one: (-one[1], one[0]))
 
 
 class NeverFits(IndexRefused):

@@ -197,7 +197,7 @@ async def test_a_whole_run_whose_rollout_joins_its_index_and_warehouses(index_ur
 
 async def test_the_program_of_the_documentation(index_url: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "external.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n# uniform.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     lines = [line for line in code.splitlines() if line.strip() and not re.match(r"(from|import) ", line)]
     assert len(lines) <= 42
     (tmp_path / "rollout.py").write_text(code, encoding="utf-8")
