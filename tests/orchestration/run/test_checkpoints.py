@@ -65,7 +65,7 @@ def test_one_that_is_damaged_is_left_out_and_named(text: bytes, tmp_path: Path) 
     for version in (3, 5, 8):
         written(tmp_path, version)
     (tmp_path / "step-00000005" / "run.json").write_bytes(text)
-    assert [found.version for found in checkpoint.readable(tmp_path)] == [3, 8]
+    assert [found.version for found in checkpoint.usable(tmp_path)] == [3, 8]
     (tmp_path / "step-00000008" / "run.json").write_bytes(text)
     with pytest.raises(checkpoint.CheckpointUnusable, match=r"step-00000008/run\.json is damaged .* remove the folder"):
         checkpoint.latest(tmp_path)
@@ -82,7 +82,7 @@ def test_one_that_is_removed_while_others_are_read_is_left_out(tmp_path: Path, m
         return opened(path)
 
     monkeypatch.setattr(checkpoint, "open_checkpoint", late)
-    assert [found.version for found in checkpoint.readable(tmp_path)] == [3, 8]
+    assert [found.version for found in checkpoint.usable(tmp_path)] == [3, 8]
 
 
 class Wrapped(Exception):

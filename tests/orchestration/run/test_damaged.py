@@ -104,7 +104,7 @@ async def test_a_run_goes_on_before_a_damaged_checkpoint_as_if_it_had_never_been
     longer = OF.model_copy(update={"train": OF.train.model_copy(update={"steps": 6})})
     _, weights = await synchronous(longer)
     assert_equal(trained(longer, result), weights)
-    with pytest.raises(RunError, match=r"version 2: .* it has: 5, 6 \(0: none of them\)"):
+    with pytest.raises(RunError, match=r"version 2: .* it has: [45], 6 \(0: none of them\)"):
         Run.resume(run, ["train.steps=7"], start_version=2)
 
 
