@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-import tomllib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +18,6 @@ from tests.orchestration import scores
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
 from tests.orchestration.runs import MOCK, TINY, Watched, complete, executing, recipe
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "flow.md"
 HERE = "tests.orchestration.run.test_flow"
 PAIRS: dict[str, Any] = {**MOCK, "reward": {"functions": [{"name": f"{scores.HERE}:parity"}]}}
 PAIRS["algorithm"] = {"group_size": 2, "options": {"drop_equal": True}}
@@ -125,19 +122,6 @@ async def test_a_judge_feeds_a_reward_and_a_sieve_drops_while_their_workers_are_
     assert {"judge-0", "sieve-0", "flow-0"} <= restarted
     assert {event["stage"] for event in watched.of("stage")} >= {"judge", "sieve", "reward", "advantage", "update"}
     assert_nothing_left(watched.run)
-
-
-async def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = PAGE.read_text()
-    code, keys = (page.partition(f"```{language}\n")[2].partition("```")[0] for language in ("python", "toml"))
-    assert len(code.strip().splitlines()) < 25
-    (tmp_path / "my_stages.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    watched, result = await complete(Run.create(recipe({**MOCK, **tomllib.loads(keys)}), tmp_path / "run"))
-    sys.modules.pop("my_stages")
-    assert result.state == "finished", result.reason
-    stages = [event for event in watched.of("stage") if event["stage"] == "judge"]
-    assert sum(event["rows"] for event in stages) > 0
 
 
 def pid_of(watched: Watched, worker: str) -> int:
