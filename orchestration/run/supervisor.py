@@ -140,7 +140,7 @@ class Supervisor:
                 life.end()
             await asyncio.gather(*(life.wait() for life in lives), return_exceptions=True)
         if outcome.state != REWIND:
-            await self._report_ledger()
+            await _report_ledger(self.index)
             await self.index.transition(["created", *LIVE, "stopping"], outcome.state, outcome.reason)
         return outcome
 
@@ -378,7 +378,8 @@ class Supervisor:
         except TimeoutError:
             limit = f"launch.startup_timeout = {self.launch.startup_timeout:.0f} s"
             if missing := self._missing():
-                unplaced = await self._unplaced()
+                names = {worker: name for group in self._groups.values() for worker, name in group.names.items()}
+                unplaced = await _unplaced(self.index, self.recipe, names)
                 hosts = [worker for worker in missing if worker in unplaced]
                 fix = f"no host has started {hosts}: start one with `asyncdock host`" if hosts else "see the logs"
                 raise _Failed(f"{missing} not ready within {limit}; {fix}") from None
@@ -392,19 +393,6 @@ class Supervisor:
         ready = {group.kind for group in groups if group.kind.elastic}
         elastic = {_shown(group.first) for group in self._groups.values() if group.kind in ready}
         return sorted(self._unready - elastic)
-
-    async def _unplaced(self) -> list[str]:
-        """The workers that hosts are to start and that have never given a sign of life."""
-        alive, remote = await self.index.alive(), remote_workers(self.recipe)
-        names = {worker: name for group in self._groups.values() for worker, name in group.names.items()}
-        return [_shown(worker) for worker, name in names.items() if worker in remote and name not in alive]
-
-    async def _report_ledger(self) -> None:
-        """Emit what the run has made, also where no step reported it."""
-        try:
-            await self.index.emit(await self.index.ledger_event())
-        except (IndexRefused, IndexUnreachable) as error:
-            log.warning("the ledger of the run is not known", reason=str(error))
 
     async def _emit(self, worker: Worker, change: str, *, pid: int = 0, reason: str = "") -> None:
         await self.index.emit(
@@ -468,6 +456,20 @@ async def _last_published(index: Index, steps: int) -> None:
     """Return when the last version is published."""
     while (status := await index.status()).published < steps:
         await index.wait("version", status.wait, 10.0)
+
+
+async def _unplaced(index: Index, recipe: Recipe, names: dict[Worker, str]) -> list[str]:
+    """Returns those of the workers with these ``names`` that hosts are to start and that have given no sign of life."""
+    alive, remote = await index.alive(), remote_workers(recipe)
+    return [_shown(worker) for worker, name in names.items() if worker in remote and name not in alive]
+
+
+async def _report_ledger(index: Index) -> None:
+    """Emit what the run has made, also where no step reported it."""
+    try:
+        await index.emit(await index.ledger_event())
+    except (IndexRefused, IndexUnreachable) as error:
+        log.warning("the ledger of the run is not known", reason=str(error))
 
 
 async def _forget_former_workers(index: Index, workers: Iterable[Worker]) -> None:
