@@ -85,7 +85,7 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
             assert asyncio.run(warehouses(where["index"], run)) == 2
             pulled = list((tmp_path / "host-1" / run / "checkpoints").glob("step-*"))
             parts = [sorted(path.name for path in found.iterdir()) for found in pulled]
-            assert parts == [["model", "run.json"]], "what its engine needs"
+            assert parts == [["digests.json", "model", "run.json"]], "what its engine needs"
             first.kill()
             second = host(2)
             until(lambda: ready() == 2)
