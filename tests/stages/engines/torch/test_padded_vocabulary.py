@@ -233,5 +233,5 @@ def test_vllm_is_told_which_tokens_it_never_samples() -> None:
     logprobs = {
         token: SimpleNamespace(rank=rank, logprob=-float(rank)) for rank, token in enumerate([7, 2, 5], start=1)
     }
-    row.add(SimpleNamespace(token_ids=[2], logprobs=[logprobs], weight_versions=[]), 0)
+    row.add(SimpleNamespace(token_ids=[2], logprobs=[logprobs], weight_versions=[]), 0, 0, True)
     assert row.responses.queue.get_nowait().alternatives == ((2, -2.0), (5, -3.0))  # type: ignore[union-attr]
