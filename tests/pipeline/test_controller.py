@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,9 @@ class Double:
 
     def version(self) -> int | None:
         return None
+
+    def figures(self) -> dict[str, Any]:
+        return {}
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
         numbers = rows["number"].tolist()
