@@ -49,6 +49,7 @@ LONG = (
         "api/client/",
         "accelerator/",
         "compose/",
+        "pages/",
         "benchmarks/",
         "stages/engines/torch/",
         "stages/training/",
