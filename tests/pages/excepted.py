@@ -12,6 +12,8 @@ MEASURED = "a measurement of minutes to hours; tests/benchmarks/test_commands.py
 # By the beginning of a command.
 COMMANDS = {
     "asyncdock pairs runs/tiny-1-0": "a run of the measurement above it; tests/test_plain_install.py executes it",
+    "make bounds": "an hour, a package index and 7 GB for each environment",
+    "make compose-check": DOCKER,
     "make demo": "ten minutes and a package index; it is `asyncdock run quickstart`",
     "make test": "this suite",
     "python -m benchmarks.index_scale": MEASURED,

@@ -202,6 +202,7 @@ def test_settings_of_the_vllm_engine_are_read(minimal: Path) -> None:
 def test_other_keys_of_the_vllm_engine_are_arguments_of_it(
     minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("orchestration.recipe.checks.machine.VLLM_CPU_HEADS", (16,))  # those of `tiny`
     further = {"max_num_batched_tokens": 640, "additional_config": {"enable_cpu_binding": False}}
     sets = ["rollout.engine=vllm", "rollout.vllm.block_size=32", "rollout.vllm.max_num_batched_tokens=640"]
     recipe = load_recipe(minimal, [*sets, "rollout.vllm.additional_config.enable_cpu_binding=false"])

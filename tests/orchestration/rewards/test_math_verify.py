@@ -21,6 +21,9 @@ HARD = "$10^{10^{10}}+1$"  # math-verify gives up comparing it after 5 s, by an 
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     pytest.importorskip("math_verify")
     (tmp_path / "math_rewards.py").write_text(PAGE.partition("```python\n")[2].partition("```")[0])
+    rows = PAGE.partition("Rows of `sums.jsonl`:\n\n```json\n")[2].partition("```")[0]
+    (tmp_path / "sums.jsonl").write_text(rows, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("math_rewards", None)
     return "math_rewards:correct"
