@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.events import LedgerEvent
 from pipeline.index.calls import Calls
 from pipeline.index.errors import TooManyDropped
 
@@ -21,6 +22,7 @@ _MADE = np.dtype([("oldest", "<i4"), ("tokens", "<u4")])
 _STATE = np.dtype([("columns", "<u4"), ("done", "<u2"), ("state", "u1"), ("unused", "u1")])
 REASON_CHARACTERS = 80
 STATES = ("not there", "live", "generated", "trained")
+DROPPED = ("dropped", "dropped_tokens")  # fields of the ledger's event: groups and tokens by reason
 
 
 class Stored(NamedTuple):
@@ -192,8 +194,12 @@ class Claims(Calls):
         reply = await self.call("drop_groups", **lease, groups=list(groups), reason=reason[:REASON_CHARACTERS])
         since, most = int(reply[0]), int(reply[1])
         if 0 <= most < since:
-            found = await self.call("ledger_event")
-            raise TooManyDropped(since, most, dict(found["dropped"] or {}))
+            raise TooManyDropped(since, most, (await self.ledger_event()).dropped)
+
+    async def ledger_event(self) -> LedgerEvent:
+        """The ledger of this moment as an event, with what was dropped by reason."""
+        found = await self.call("ledger_event")
+        return LedgerEvent.of({**found, **{name: dict(found[name] or {}) for name in DROPPED}})
 
     async def spare_groups(self, groups: Sequence[int]) -> None:
         """Record that these groups will be trained though they teach nothing, because their step may drop no more. The

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
-from pipeline.events import LedgerEvent, RunState, StateEvent
+from pipeline.events import RunState, StateEvent
 from pipeline.index.address import redacted
 from pipeline.index.calls import key_prefix
 from pipeline.index.claims import Claim, Claims
@@ -61,7 +61,6 @@ Takes = Literal["rows", "groups", "batch"]
 MAX_STAGES = 16  # the index keeps the stages that have finished a row as bits of a 16-bit word
 UNLIMITED = 2**40
 # Environment variable with the index's URL. The URL may hold a password, and command lines are public.
-DROPPED = ("dropped", "dropped_tokens")  # fields of the ledger's event: groups and tokens by reason
 INDEX_VARIABLE = "ASYNCDOCK_INDEX"
 OWN_ADDRESS = "own-address"  # document of a run: process space of its head, and address of that machine for others
 FORECAST = "forecast"  # document of a run: what its next steps will take, the newest `forecast` event as JSON
@@ -288,11 +287,6 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
     async def ledger(self) -> dict[str, int]:
         """Samples and tokens generated, trained, filtered, made again, in flight and redelivered."""
         return await self.call("ledger")  # type: ignore[no-any-return]
-
-    async def ledger_event(self) -> LedgerEvent:
-        """The ledger of this moment as an event, with what was dropped by reason."""
-        found = await self.call("ledger_event")
-        return LedgerEvent.of({**found, **{name: dict(found[name] or {}) for name in DROPPED}})
 
     async def resume_point(self) -> ResumePoint:
         """What a checkpoint of this moment records of the flow. Groups that are admitted and not trained are made again."""

@@ -239,6 +239,9 @@ class Train:
     def room(self, held: int) -> int:
         return 0 if held else 1
 
+    def figures(self) -> dict[str, Any]:
+        return {}
+
     def version(self) -> int | None:
         return None
 

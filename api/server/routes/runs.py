@@ -56,7 +56,8 @@ from orchestration.service.registry import CHECKPOINT_REPORTED, RunRecord
 from orchestration.simulation.recorded import NotMeasured
 from orchestration.simulation.search import what_if
 from pipeline.events import ENDED
-from pipeline.index.client import DROPPED, IndexRefused
+from pipeline.index.claims import DROPPED
+from pipeline.index.client import IndexRefused
 
 TAIL_BYTES = 2**20  # of each log that are read, from its end
 AT_ONCE = 16  # concurrent requests to the index for one page
