@@ -91,7 +91,7 @@ def recorded() -> dict[str, int]:
 
 
 def owners(*beginnings: str) -> str:
-    """Return the other distributions that have a file whose path begins so, as "api-tools 1.0"."""
+    """Return the other distributions with a file that begins with one of ``beginnings``, as "api-tools 1.0"."""
     from importlib.metadata import distributions  # reads one file of each distribution
 
     found = set()

@@ -126,9 +126,9 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
     from orchestration.events_file import METRICS, MetricsFile
     from pipeline.events import Event, next_id
 
-    of, log_file = run.recipe, run.out_dir / "logs" / RUN_LOG
+    recipe, log_file = run.recipe, run.out_dir / "logs" / RUN_LOG
     keep_errors_in(log_file)
-    progress = Progress(of.name, of.train.steps, of.pipeline.staleness, of.devices)
+    progress = Progress(recipe.name, recipe.train.steps, recipe.pipeline.staleness, recipe.devices)
     with contextlib.ExitStack() as stack:
         show, say = stack.enter_context(viewing(progress, console, json=json, plain=plain))
         # After the view has begun: a live view prints standard error above itself.
@@ -164,7 +164,7 @@ async def watch_run(run: Run, console: Console, *, json: bool, plain: bool) -> R
 
 
 class Reader:
-    """Who reads the output of this command, noted in ``log_file`` once nobody does. The run needs none."""
+    """Watches whether the output of this command has a reader, and writes to ``log_file`` when it has none any more."""
 
     def __init__(self, log_file: Path) -> None:
         self._log_file, self._is_noted = log_file, False

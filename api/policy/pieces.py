@@ -131,7 +131,7 @@ class ChoiceText:
         return text, [Placed(one.token, one.own, min(one.offset, end)) for one in sent]
 
     def _place(self, *, all_of_them: bool = False) -> None:
-        """Place the waiting tokens whose text is decoded now."""
+        """Give the waiting tokens their places in the text, as far as it is decoded."""
         count = len(self._waiting) if all_of_them else len(self._waiting) - self._decoded.pending
         tokens, self._waiting = self._waiting[:count], self._waiting[count:]
         if not tokens:

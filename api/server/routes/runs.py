@@ -123,7 +123,7 @@ async def resume_run(service: Service, request: web.Request, path: RunPath, body
     if record.state not in ENDED and body.start_version is not None:
         raise HTTPProblem(
             409,
-            f"run {record.id!r} is {record.state}; where it goes on from can be said when it has ended",
+            f"run {record.id!r} is {record.state}; start_version is accepted after the run has ended",
             kind="wrong-state",
             field="start_version",
             value=body.start_version,
