@@ -212,7 +212,8 @@ class _Submission:
             if not self.settings.index:
                 reason = "needs an index that other machines reach; this service's is its own"
                 option = "--index redis://…"
-            if derived and not self._may_listen("0.0.0.0"):  # it may be any address of this machine
+            # It may be any address of this machine.
+            if derived and not self._may_listen("0.0.0.0"):  # noqa: S104  (a question, nothing listens)
                 reason = "has the run listen for other machines, which a request may not"
                 option = "--allow-listen 0.0.0.0"
             if reason:
