@@ -95,7 +95,7 @@ def run(
         loaded = load(path, set_, here / (out or "runs"))
         from orchestration.run.run import Run
 
-        folder = (lambda: here / out) if out else (lambda: new_folder(here / "runs", loaded.name))
+        folder = (lambda: here / out) if out else (lambda: new_folder(here / "runs", loaded))
         raise typer.Exit(create_and_show(lambda: Run.create(loaded, folder()), forks, json=as_json, plain=plain))
 
 

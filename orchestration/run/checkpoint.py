@@ -365,7 +365,10 @@ def finish(
     (partial / BEGUN).unlink(missing_ok=True)
     (partial / STATE).write_text(json.dumps({"version": version, **index_state}, indent=1))
     manifest.write(partial)
+    mode = partial.stat().st_mode & 0o666  # as launch.readers has it; safetensors makes files of 0600
     for path in (*partial.rglob("*"), partial):
+        if path.is_file():
+            path.chmod(mode)
         sync(path)
     _remove(final)
     os.replace(partial, final)

@@ -136,9 +136,7 @@ class _Unpickler(pickle.Unpickler):
             return known
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        raise ShardsRefused(
-            f"{self._path} names {module}.{name}, which no checkpoint holds; copy the checkpoint from a place that is yours alone"
-        )
+        raise ShardsRefused(f"{self._path} names {module}.{name}, which no checkpoint holds")
 
     def persistent_load(self, pid: Any) -> NoReturn:
         raise ShardsRefused(f"{self._path} refers to {pid!r:.100} outside of it")
