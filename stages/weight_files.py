@@ -11,10 +11,12 @@ of a mapping count as the process's memory once they are read.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -45,6 +47,13 @@ def without_own_code(folder: Path) -> Iterator[None]:
     """Raises NeedsOwnCode where transformers refuses the model in ``folder`` because code in it would have to be run."""
     try:
         yield
+    except UnpicklingError as error:
+        names = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"that name {names[1]}" if names else "that are damaged"
+        raise NeedsOwnCode(
+            f"{folder} has pickled weights {what}, and tensors alone are read of such files; save the model as safetensors "
+            "where it comes from"
+        ) from None
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

@@ -2,9 +2,9 @@
 
 a path ─▶ its real path ─▶ below a root? ─▶ a folder: each file and link in it, at any depth ─▶ below a root, and a file?
 
-It is looked at when a recipe is submitted, and again when its run is resumed. Whoever may write below a root can change a file
-between this and the run's reading of it: a root should be writable for those alone that may see the files of the service's
-user.
+It is looked at when a recipe is submitted, and again when its run is resumed. Whoever may write below a root can change a
+file between this and the run's reading of it: a root should be writable for those alone that may see the files of the
+service's user.
 """
 
 from __future__ import annotations
