@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from stages.engines.vllm.library import engine_arguments
 from tests.test_house import PACKAGES, ROOT, sources
 
 LOADERS = {"from_pretrained", "from_config"}
@@ -20,6 +26,14 @@ PICKLES = {
     ("orchestration/run/storage/shards.py", "pickle.Unpickler"): "makes stand-ins of its own alone",
 }
 UNPICKLING = ("pickle", "torch.load", "joblib", "dill", "cloudpickle", "shelve", "marshal", "numpy.load", "np.load")
+
+
+@dataclass
+class EngineArguments:
+    """Stands for vLLM's."""
+
+    trust_remote_code: Any = None
+    additional_config: Any = None
 
 
 def calls(path: Path) -> Iterator[tuple[str, ast.Call | ast.ClassDef]]:
@@ -47,8 +61,9 @@ def test_models_are_loaded_without_code_of_their_folders() -> None:
                 wrong.append(f"{named(path)}, line {node.lineno}: {name} without trust_remote_code=False")
     assert not wrong, wrong
     assert WITHOUT.keys() <= seen, "an exception for nothing"
-    engine = (ROOT / "stages/engines/vllm/rollout.py").read_text(encoding="utf-8")
-    assert "trust_remote_code=False" in engine
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.trust_remote_code = True: is set by this engine"):
+        engine_arguments(SimpleNamespace(AsyncEngineArgs=EngineArguments), {}, {"trust_remote_code": True})
+    assert engine_arguments(SimpleNamespace(AsyncEngineArgs=EngineArguments), {}, {}).trust_remote_code is False
 
 
 def test_nothing_unpickles_what_a_file_says() -> None:

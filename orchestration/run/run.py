@@ -131,8 +131,7 @@ class Run:
         if out_dir.exists():
             _refuse_used(out_dir)
         else:
-            out_dir.mkdir(parents=True, exist_ok=True)
-            out_dir.chmod(0o777 & ~MASKS[recipe.launch.readers])
+            _make_folder(out_dir, recipe)
         recipe = recipe.with_absolute_paths()
         lock = lock_run(out_dir)
         try:
@@ -457,6 +456,11 @@ async def _keep_index(
         for event in events:
             event.cancel()
         await asyncio.gather(*events, return_exceptions=True)
+
+
+def _make_folder(out_dir: Path, recipe: Recipe) -> None:
+    out_dir.mkdir(parents=True, exist_ok=True)
+    out_dir.chmod(0o777 & ~MASKS[recipe.launch.readers])
 
 
 def _refuse_used(out_dir: Path, lock: BinaryIO | None = None) -> None:

@@ -116,7 +116,6 @@ class VllmRolloutEngine:
             tensor_parallel_size=tensor_parallel,
             hf_overrides={"head_dtype": "float32"},  # logits as the trainer computes them
             enable_prefix_caching=True,
-            trust_remote_code=False,
             logprobs_mode="raw_logprobs" if filters else "processed_logprobs",
             weight_transfer_config={"backend": TRANSPORT},
             worker_extension_cls="stages.engines.vllm.worker.WorkerExtension",
