@@ -47,6 +47,7 @@ from stages.engines.protocols import (
     StreamingEngine,
     Token,
 )
+from stages.models import TokenizerFailed
 
 log = structlog.get_logger()
 
@@ -76,6 +77,9 @@ async def respond(policies: Policies, request: Request) -> AsyncGenerator[bytes,
 def _failure(error: Exception) -> Exception:
     """Returns ``error``, or of an engine's the problem that it is for the client."""
     match error:
+        case TokenizerFailed():
+            log.error("a tokenizer failed", exc_info=error)
+            return HTTPProblem(422, f"{error}.", kind="generation", fix="give another text, or ask for another model")
         case ResponseFailed():
             log.error("a response failed", exc_info=error)
             detail = f"The response failed in the engine, which goes on with others: {error.__cause__!r}."

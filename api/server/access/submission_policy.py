@@ -10,13 +10,13 @@ machine, so the operator must have listed it.
 from __future__ import annotations
 
 import copy
-import os
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from api.server import problems as answers
+from api.server.access.roots import below_root, leads_out
 from api.server.service import Settings
 from orchestration.recipe.bounds import out_of_bounds, read_toml
 from orchestration.recipe.load import fixed_problems, override, parse_recipe
@@ -246,8 +246,12 @@ class _Submission:
                 continue
             if key == "prompts.chat_template" and is_template_name(value):
                 continue
-            if real := _below_root(settings.roots, value):
-                override(self.data, key, str(real))
+            if real := below_root(settings.roots, value):
+                if out := leads_out(settings.roots, real):
+                    fix = "put files there in place of links to other places"
+                    self.refuse(key, value, f"holds what this server does not read: {out}", fix, "refused")
+                else:
+                    override(self.data, key, str(real))
                 continue
             roots = ", ".join(map(str, settings.roots))
             fix = f"give a path below {roots}" if roots else f"{ASK.format('--root')}; without one no file is read"
@@ -265,17 +269,6 @@ def _only_names_columns(template: str) -> bool:
     return all(
         name is None or (name.isidentifier() and not spec and not conversion) for name, spec, conversion in fields
     )
-
-
-def _below_root(roots: Sequence[Path], value: str) -> Path | None:
-    """Return the real path of ``value``, every link followed, if it is below a root. A relative path is looked for in each
-    root."""
-    for root in roots:
-        below = Path(os.path.realpath(root))
-        real = Path(os.path.realpath(below / value))
-        if real.is_relative_to(below) and (real.exists() or Path(value).is_absolute() or root == roots[-1]):
-            return real
-    return None
 
 
 def _beyond_limits(settings: Settings, recipe: Recipe) -> Iterator[Problem]:
