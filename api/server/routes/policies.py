@@ -15,7 +15,7 @@ from api.schemas.completions import AnswerView, ChatRequest, CompletionRequest, 
 from api.schemas.runs import Strict
 from api.server.operations import operation, while_wanted
 from api.server.problems import HTTPProblem
-from api.server.service import Service
+from api.server.service import PRINCIPAL, Service
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
 from orchestration.run.checkpoint import usable
 from orchestration.service.registry import UnknownRun
@@ -77,7 +77,7 @@ async def _forward(service: Service, request: web.Request, body: Request, raw: b
 
 
 async def _pass_on(service: Service, request: web.Request, raw: bytes) -> web.StreamResponse:
-    async with service.policies.post(request.path, raw) as answer:
+    async with service.policies.post(request.path, raw, request[PRINCIPAL].id) as answer:
         headers = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
         response = web.StreamResponse(status=answer.status, headers=headers)
         await response.prepare(request)
