@@ -29,7 +29,6 @@ from api.schemas.completions import (
     ChatText,
     Choice,
     CompletionLogprobs,
-    CompletionRequest,
     Request,
     TokenLogprob,
     Usage,

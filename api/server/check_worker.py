@@ -1,7 +1,7 @@
 """Process that checks recipes, and simulates runs, for :mod:`api.server.recipe_checks`, one at a time.
 
-    a line of JSON on standard input ──▶ accept ──▶ plan ──▶ answer       {"recipe": …, "plan": …}, or {"problem": …}
-                                     └─▶ what-if ──▶ {"now": …, "changed": …}
+a line of JSON on standard input ──▶ accept ──▶ plan ──▶ answer       {"recipe": …, "plan": …}, or {"problem": …}
+                                 └─▶ what-if ──▶ {"now": …, "changed": …}
 """
 
 from __future__ import annotations

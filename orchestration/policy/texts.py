@@ -1,8 +1,8 @@
 """Makes tokens of the texts and chats of requests, so that none delays those of another client.
 
-    short text, tokenizer of the service's owner ──▶ at once
-    any other, and every chat ──▶ too many characters? ──▶ the turn of its client ──▶ a process (text_worker.py)
-                                                              └ gives up: the process is killed
+short text, tokenizer of the service's owner ──▶ at once
+any other, and every chat ──▶ too many characters? ──▶ the turn of its client ──▶ a process (text_worker.py)
+                                                          └ gives up: the process is killed
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ class Texts:
         self._forks, self._owns = forks, forks is None
         self._connection: Connection | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._confined = Confined(
-            self._started, most=AT_ONCE, waiting=MOST_WAITING, idle=IDLE, patience=PATIENCE
-        )
+        self._confined = Confined(self._started, most=AT_ONCE, waiting=MOST_WAITING, idle=IDLE, patience=PATIENCE)
 
     async def read(self, question: dict[str, Any], owner: str) -> list[list[int]]:
         """Return the tokens that :func:`orchestration.policy.text_worker.answer` makes, for the client ``owner``. Raises
@@ -150,5 +148,7 @@ class PolicyTexts:
     def _refuse_long(self, characters: int, context: int | None) -> None:
         most = self.most(context)
         if most is not None and characters > most:
-            fix = f"give at most {most}: the context has {context} tokens, and the longest one {self.longest} characters"
+            fix = (
+                f"give at most {most}: the context has {context} tokens, and the longest one {self.longest} characters"
+            )
             raise TextRefused(f"It has {characters} characters.", fix, characters)

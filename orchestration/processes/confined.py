@@ -1,5 +1,6 @@
-"""Answers what strangers ask in processes of their own, within limits of memory and time: a template, a regular expression or
-a simulation may take all of either, and a thread that computes cannot be ended.
+"""Answers what strangers ask in processes of their own, within limits of memory and time.
+
+A template, a regular expression or a simulation may take all of either, and a thread that computes cannot be ended.
 
     ask ──▶ the turn of its owner ──▶ a thread ──▶ a process, which answers and waits for the next question
              one of each owner at a time     └ cancelled ──▶ the process is killed, which ends the thread
@@ -169,7 +170,7 @@ class Confined:
             self._free.append(self._start())
 
     async def ask(self, question: Mapping[str, Any], owner: str) -> dict[str, Any]:
-        """Return the answer to ``question``, which its ``owner``, the id of a token, has asked. Raises Lost and TurnsFull."""
+        """Return the answer to a ``question`` of ``owner``, the id of a token. Raises Lost and TurnsFull."""
         line = json.dumps(question).encode() + b"\n"
         await self._turns.take(owner)
         call = _Call()

@@ -70,7 +70,7 @@ async def _forward(service: Service, request: web.Request, body: Request, raw: b
     await get_model(service, ModelPath(model=body.model))
     if not service.settings.policies:
         raise PoliciesBusy("this server serves none (--policies 0)")
-    with service.held() as room:
+    with service.held(request) as room:
         if not room:
             raise HTTPProblem(503, "Too many requests wait.", kind="readers", headers={"Retry-After": "10"})
         return await while_wanted(request, _pass_on(service, request, raw))

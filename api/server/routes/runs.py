@@ -76,7 +76,8 @@ async def submit_run(
 ) -> Reply[RunView]:
     """Submits a run. It begins when fewer than the server's limit are active; until then `position` says how many are before
     it. A repeat under the same `Idempotency-Key` within a day makes no second one."""
-    recipe = Recipe.from_json((await checked(service, request, submission=raw.decode(), plan=False))["recipe"])
+    accepted = (await checked(service, request, submission=raw.decode(), plan=False))["recipe"]
+    recipe = await asyncio.to_thread(Recipe.from_json, accepted)  # the first one imports algorithms
     await _refuse_full_queue(service)
     content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
     fingerprint, owner = hashlib.sha256(content).hexdigest(), request[PRINCIPAL].name
