@@ -37,15 +37,15 @@ TOO_LARGE = {
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Check the recipe in the ``submission`` of ``request``, a body as text; or the ``recipe`` of a run that goes on with
-    the ``overrides``. The request also has the server's ``settings``, and whether to return the ``plan`` and example
-    prompts too. With ``what_if``, the folder of a run, simulate that run as it is and with the ``overrides``."""
+    """Check the recipe in the ``submission`` of ``request``, a body as text; or the ``recipe`` of a run in ``folder`` that
+    goes on with the ``overrides``. The request also has the server's ``settings``, and whether to return the ``plan`` and
+    example prompts too. With ``what_if``, the folder of a run, simulate that run as it is and with the ``overrides``."""
     try:
         if "what_if" in request:
             return _what_if(Path(request["what_if"]), request["overrides"])
         settings = Settings.model_validate(request["settings"])
         if "overrides" in request:
-            recipe = accept(settings, request["recipe"], request["overrides"], resumed=True)
+            recipe = accept(settings, request["recipe"], request["overrides"], resumed=Path(request["folder"]))
         else:
             submitted = RecipeSubmission.model_validate_json(request["submission"], strict=True).root
             recipe = accepted(settings, submitted)
