@@ -157,13 +157,13 @@ async def shared(
     left = len(places)
     try:
         while left:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if isinstance(item, Completion):
+            made = await queue.get()
+            if isinstance(made, Exception):
+                raise made
+            if isinstance(made, Completion):
                 left -= 1
                 claim.end()
-            yield item
+            yield made
     finally:
         await cancel_all(*tasks)
 
