@@ -43,7 +43,8 @@ FLUSH_SECONDS = 0.05
 DELIVERIES_AT_ONCE = 25  # before other tasks get their turn: each costs a system call
 HEARTBEAT_SECONDS = 10.0
 MOST_UNSENT = 24 << 10  # bytes in the write buffer of a reader; with more it is too slow
-EVENTS_OF_A_WRITE = 16  # at most, of which a reader's buffer may hold some beyond its limit
+EVENTS_OF_A_DELIVERY = 64  # at most: a delivery of few costs each reader a system call
+EVENTS_OF_A_WRITE = 16  # of the past, at most, of which a reader's buffer may hold some beyond its limit
 SEND_BUFFER = 64 << 10  # bytes in the kernel, where it would grow to megabytes for each reader
 CATCH_UP_SECONDS = 30.0  # for a reader to take one page of history
 CLOSE_SECONDS = 5.0  # for a reader that is closed to take the rest of its buffer
@@ -215,8 +216,8 @@ class Fanout:
         """Deliver to all listeners that are live now; other tasks run in between. One that joins meanwhile is past these."""
         if not events:
             return
-        for begin in range(0, len(events), EVENTS_OF_A_WRITE):
-            await self._deliver_some(events[begin : begin + EVENTS_OF_A_WRITE])
+        for begin in range(0, len(events), EVENTS_OF_A_DELIVERY):
+            await self._deliver_some(events[begin : begin + EVENTS_OF_A_DELIVERY])
         now = time.time()
         for event in events:
             self._observe_delay(now - event.time)

@@ -15,7 +15,7 @@ from typing import Any
 from orchestration.processes.confined import answer_questions
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import tokenizer_of
-from stages.models import Tokenizer
+from stages.models import Tokenizer, TokenizerFailed
 
 MEMORY_BYTES = 1 << 30  # that one request may take
 LONGEST_SECONDS = 120  # after which the process ends; the policies' process kills it long before
@@ -34,6 +34,13 @@ def _opened(recipe: str) -> tuple[Recipe, Tokenizer]:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens of the ``texts``, or those of the ``messages`` as the chat template of ``recipe`` renders them.
     ``most``: characters of a text, None: any number."""
+    try:
+        return _answer(request)
+    except TokenizerFailed as failed:
+        return {"refused": f"{failed}.", "fix": "give another text, or ask for another model"}
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
     recipe, tokenizer = _opened(request["recipe"])
     if "texts" in request:
         return {"ids": [_ids(tokenizer, text) for text in request["texts"]]}
