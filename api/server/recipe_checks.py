@@ -18,6 +18,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from orchestration.processes.environment import without_secrets
+
 AT_ONCE = 2  # checks; others wait for their turn
 
 
@@ -35,7 +37,7 @@ class _Checker(subprocess.Popen[bytes]):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C reaches the server alone
-            env={**os.environ, "PYTHONPATH": path},
+            env={**without_secrets(os.environ), "PYTHONPATH": path},
         )
 
     def ask(self, request: bytes) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import structlog
 
 from orchestration.elastic.scale import leaves, request_leave
 from orchestration.logs import configure
+from orchestration.processes.environment import take
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import DevicePool, on_this_node
@@ -290,7 +291,7 @@ def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None
     folder and name."""
     run, folder, name = arguments or sys.argv[1:]
     configure(terminal=False)
-    host = Host(os.environ[INDEX_VARIABLE], run, Path(folder), workers=sys.maxsize, name=name, forks=forks)
+    host = Host(take(INDEX_VARIABLE), run, Path(folder), workers=sys.maxsize, name=name, forks=forks)
     asyncio.run(host.run(asyncio.Event()))
 
 

@@ -22,6 +22,7 @@ import structlog
 
 from orchestration.elastic.scale import until_leave
 from orchestration.logs import Current, configure
+from orchestration.processes.environment import of_user_code, show, take
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import slab_bytes
 from orchestration.recipe.schema import Recipe
@@ -139,6 +140,8 @@ class Worker:
                     f"run {self.index.run!r} is not in this index; give the id and the URL of one that is"
                 )
             recipe = Recipe.from_json(recipe_json)
+            if recipe.reward.environment is not None and kind_of(self.kind).name == "stage":
+                show(of_user_code(os.environ, recipe.reward.environment))
             beating = asyncio.create_task(self._beat(recipe.launch.beat_seconds))
             paths, warehouse = RunPaths.from_json(paths_json).at_host()
             secret = (await self.index.get("secret") or "").encode()
@@ -295,8 +298,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     configure(terminal=False)
     # For rewards, algorithms and engines given as module:name; last in the path, so that they shadow nothing.
     sys.path.append(os.getcwd())
+    url = take(INDEX_VARIABLE)  # code of a user's runs here
     try:
-        asyncio.run(Worker(options.run, os.environ[INDEX_VARIABLE], options.kind, options.number, options.name).run())
+        asyncio.run(Worker(options.run, url, options.kind, options.number, options.name).run())
     except Exception as error:
         sys.exit(exit_code(error))
 
