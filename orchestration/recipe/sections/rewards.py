@@ -8,6 +8,7 @@ from pydantic import Field
 
 from orchestration.recipe.values import Count, CountOrZero, Seconds, Section, SizeOrZero
 from stages.json_schema import key
+from stages.prompts.tasks import HARMLESS
 
 
 class RewardFunction(Section):
@@ -25,6 +26,26 @@ class RewardFunction(Section):
         False,
         "Call an async function with up to 64 responses, as a plain one. Default: with one response in each call.",
     )
+    sandbox: bool | None = key(
+        None,
+        "Call it in a sandbox ([rewards.md](rewards.md#the-sandbox)): no network, files read-only and only those needed, "
+        "a scratch folder. Default: true for installed functions, which are scored with what a model wrote; false for a "
+        "`module:function` of your own, but true in a service.",
+    )
+    network: bool = key(False, "In a sandbox: it uses the network, as for a judge behind a URL.")
+    read: list[str] = key(
+        [],
+        "In a sandbox: files and folders that it reads, beside Python's and the modules on the import path.",
+        max_length=64,
+        examples=[["words.txt"]],
+    )
+
+    @property
+    def is_sandboxed(self) -> bool:
+        """Whether it is called in a sandbox."""
+        if self.name in HARMLESS:
+            return False
+        return ":" not in self.name if self.sandbox is None else self.sandbox
 
 
 class RewardSection(Section):
@@ -63,6 +84,13 @@ class RewardSection(Section):
         "0: in the worker, for debugging: one that hangs or crashes harms the run.",
     )
     memory: SizeOrZero = key(4 * 2**30, "Memory of one such process; one that needs more is replaced. 0: no limit.")
+    environment: list[str] | None = key(
+        None,
+        "Variables of the environment that functions see, beside harmless ones such as `PATH`. Default: all of yours; in a "
+        "service none. Passwords and tokens of AsyncDock are never among them.",
+        max_length=64,
+        examples=[["MY_JUDGE_KEY"]],
+    )
     max_error_share: Annotated[float, Field(ge=0, le=1)] = key(
         0.25, "The run fails when a function fails on more than this share of its last 256 responses."
     )
