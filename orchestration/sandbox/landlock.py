@@ -37,9 +37,9 @@ def version() -> int:
     return int(found)
 
 
-def restrict(visible: Sequence[str], *, network: bool) -> list[Rule]:
-    """Restrict this process, which needs ``no_new_privs``, to reading ``visible``, and without ``network`` to no port.
-    Returns what is to be refused beside it. Raises SandboxRefused, OSError."""
+def restrict(visible: Sequence[str], listed: Sequence[str], *, network: bool) -> list[Rule]:
+    """Restrict this process, which needs ``no_new_privs``, to reading ``visible`` and the names of files in ``listed``
+    (imports look there), and without ``network`` to no port. Returns what is to be refused beside it. Raises SandboxRefused, OSError."""
     has = version()
     rights = (1 << _FILE_RIGHTS[min(has, max(_FILE_RIGHTS))]) - 1
     ports = 0 if network or has < FIRST_WITH_TCP else _TCP_RIGHTS
@@ -49,6 +49,8 @@ def restrict(visible: Sequence[str], *, network: bool) -> list[Rule]:
     ruleset = checked("landlock", LIBC.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0))
     for path in (*visible, *OF_THE_KERNEL, f"/proc/{os.getpid()}"):
         _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_FOLDER)
+    for path in listed:
+        _allow(ruleset, path, _READ_FOLDER if os.path.isdir(path) else _READ_FILE)
     for path in DEVICES:
         _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
     checked("landlock", LIBC.syscall(_RESTRICT_SELF, ruleset, 0))

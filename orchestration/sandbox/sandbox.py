@@ -140,14 +140,14 @@ def enter(sandbox: Sandbox, keep: Sequence[int] = ()) -> None:
         user = own_user()
         _limit(sandbox, others=0 if user else processes_of_user())
         drop_privileges(own_user=user)
-        rules = [*landlock.restrict(paths, network=sandbox.network), *rules]
+        rules = [*landlock.restrict(paths, sandbox.modules, network=sandbox.network), *rules]
     else:
         raise SandboxRefused(available().shortfall)
     os.environ.update(HOME=scratch, TMPDIR=scratch, PWD=scratch)
+    if mechanism == LANDLOCK:  # matplotlib, which many libraries import, wants a folder that seems to be writable
+        os.environ["MPLCONFIGDIR"] = "/tmp"
     os.chdir(scratch if mechanism == NAMESPACES else "/")
-    os.umask(
-        0
-    )  # nobody else sees the folder; the real user of the process may be another one than the owner of its files
+    os.umask(0)  # nobody else sees the folder, and the process may have another real user than its files have
     install(rules)
 
 
