@@ -120,9 +120,10 @@ FATAL = (
 
 
 class Worker:
-    """Worker ``kind``-``number`` of a run. ``name`` is another one after each restart."""
+    """Worker ``kind``-``number`` of a run. ``name`` is another one after each restart. ``alone``: its process is its own."""
 
-    def __init__(self, run: str, url: str, kind: str, number: int, name: str) -> None:
+    def __init__(self, run: str, url: str, kind: str, number: int, name: str, *, alone: bool = False) -> None:
+        self._alone = alone
         self.index = Index(url, run)
         self.kind, self.number, self.name = kind, number, name
         self._job: Job | None = None
@@ -140,7 +141,7 @@ class Worker:
                     f"run {self.index.run!r} is not in this index; give the id and the URL of one that is"
                 )
             recipe = Recipe.from_json(recipe_json)
-            if recipe.reward.environment is not None and kind_of(self.kind).name == "stage":
+            if self._alone and recipe.reward.environment is not None and kind_of(self.kind).name == "stage":
                 show(of_user_code(os.environ, recipe.reward.environment))
             beating = asyncio.create_task(self._beat(recipe.launch.beat_seconds))
             paths, warehouse = RunPaths.from_json(paths_json).at_host()
@@ -300,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.path.append(os.getcwd())
     url = take(INDEX_VARIABLE)  # code of a user's runs here
     try:
-        asyncio.run(Worker(options.run, url, options.kind, options.number, options.name).run())
+        asyncio.run(Worker(options.run, url, options.kind, options.number, options.name, alone=True).run())
     except Exception as error:
         sys.exit(exit_code(error))
 
