@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from api.schemas.runs import NamedRecipe, RecipeSubmission, WholeRecipe
@@ -26,13 +27,13 @@ LONGEST_SECONDS = 300  # of one check, after which the process ends; a server th
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Check the recipe in the ``submission`` of ``request``, a body as text; or the ``recipe`` of a run that goes on with
-    the ``overrides``. The request also has the server's ``settings``, and whether to return the ``plan`` and example
-    prompts too."""
+    """Check the recipe in the ``submission`` of ``request``, a body as text; or the ``recipe`` of a run in ``folder`` that
+    goes on with the ``overrides``. The request also has the server's ``settings``, and whether to return the ``plan`` and
+    example prompts too."""
     try:
         settings = Settings.model_validate(request["settings"])
         if "overrides" in request:
-            recipe = accept(settings, request["recipe"], request["overrides"], resumed=True)
+            recipe = accept(settings, request["recipe"], request["overrides"], resumed=Path(request["folder"]))
         else:
             submitted = RecipeSubmission.model_validate_json(request["submission"], strict=True).root
             recipe = accepted(settings, submitted)

@@ -25,6 +25,8 @@ from orchestration.recipe.problems import Problem, RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, VllmSection
 from orchestration.recipe.values import format_size
+from orchestration.run.lock import RunError
+from orchestration.run.storage import base_models
 from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
 from stages.prompts.conversations import is_template_name
@@ -68,10 +70,11 @@ def accept(
     overrides: Mapping[str, Any],
     reading: Reading | None = None,
     *,
-    resumed: bool = False,
+    resumed: Path | None = None,
 ) -> Recipe:
     """Return the recipe of ``data`` with ``overrides``. Of files below the operator's roots it reads what ``reading`` allows
-    (default: what a check reads). ``resumed``: for a run of ``data`` that goes on. Raises RecipeError with all problems."""
+    (default: what a check reads). ``resumed``: the folder of a run of ``data`` that goes on. Raises RecipeError with all
+    problems."""
     too_large = [*out_of_bounds(data, finite=True), *out_of_bounds(overrides, "overrides", finite=True)]
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
@@ -79,12 +82,12 @@ def accept(
     for key, value in copy.deepcopy(dict(overrides)).items():
         if problem := override(submission.data, key, value, "overrides"):
             submission.problems.append(problem)
-    if resumed:
-        submission.problems += fixed_problems(data, submission.data)
     submission.refuse_code()
     submission.confine_rewards()
     submission.refuse_addresses()
     submission.resolve_paths()
+    if resumed:
+        submission.refuse_changes(data, overrides, resumed)
     pipeline = submission.data.setdefault("pipeline", {})
     if settings.index and isinstance(pipeline, dict):  # checks see where the service's index is, without its password
         pipeline["index"] = redacted(settings.index)
@@ -121,6 +124,21 @@ class _Submission:
     def refuse(self, key: str, value: Any, wrong: str, fix: str, replacement: Any) -> None:
         self.problems.append(Problem(key, value, wrong, fix))
         override(self.data, key, replacement)
+
+    def refuse_changes(self, before: Mapping[str, Any], overrides: Mapping[str, Any], folder: Path) -> None:
+        """Refuse what may not change in the run in ``folder``. A base model may lie elsewhere, with the same files."""
+        resolved = {key: self.value(key) for key in overrides}
+        refused = {problem.key for problem in self.problems}
+        moved = set[str]()
+        try:
+            moved = base_models.moved(Recipe.model_validate(before), resolved, folder)
+        except RunError as differs:
+            key, _, wrong = str(differs).partition(": ")
+            self.problems.append(Problem(key, resolved[key], wrong, "give the folder that the run began with"))
+            refused.add(key)
+        self.problems += [
+            problem for problem in fixed_problems(before, self.data) if problem.key not in refused | moved
+        ]
 
     def refuse_code(self) -> None:
         """Refuse ``module:name`` that the operator has not listed, and templates that do more than name columns."""

@@ -131,7 +131,7 @@ async def resume_run(service: Service, request: web.Request, path: RunPath, body
         )
     if record.state not in ENDED and not body.overrides:
         return await _view(service, await service.registry.ask(path.run, "resume"))
-    given = {"recipe": record.recipe, "overrides": body.overrides}
+    given = {"recipe": record.recipe, "overrides": body.overrides, "folder": str(service.folder(record))}
     recipe = Recipe.from_json((await checked(service, request, plan=False, **given))["recipe"])
     if record.state not in ENDED:
         if recipe != Recipe.model_validate(record.recipe):
