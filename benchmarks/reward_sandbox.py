@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestration.processes.environment import of_user_code
 from orchestration.rewards.pool import RewardPool
 from orchestration.sandbox.sandbox import LANDLOCK, NAMESPACES, Sandbox, refusal
 
@@ -52,8 +54,17 @@ def kinds() -> dict[str, Sandbox | None]:
 
 async def measure(rounds: int, folder: Path) -> dict[str, Any]:
     """Milliseconds, by case and kind."""
+    # sympy's speed depends on the order of its sets: the same in all processes.
+    environment = of_user_code(os.environ, None) | {"PYTHONHASHSEED": "0"}
     pools = {
-        name: RewardPool(["reasoning_gym"], processes=1, memory=MEMORY, log=folder / f"{name}.log", sandbox=sandbox)
+        name: RewardPool(
+            ["reasoning_gym"],
+            processes=1,
+            memory=MEMORY,
+            log=folder / f"{name}.log",
+            sandbox=sandbox,
+            environment=environment,
+        )
         for name, sandbox in kinds().items()
     }
     report: dict[str, Any] = {"calls": {}, "starts": {}}
