@@ -39,7 +39,8 @@ def version() -> int:
 
 def restrict(visible: Sequence[str], listed: Sequence[str], *, network: bool) -> list[Rule]:
     """Restrict this process, which needs ``no_new_privs``, to reading ``visible`` and the names of files in ``listed``
-    (imports look there), and without ``network`` to no port. Returns what is to be refused beside it. Raises SandboxRefused, OSError."""
+    (imports look there), and without ``network`` to no port. Returns what is to be refused beside it. Raises SandboxRefused,
+    OSError."""
     has = version()
     rights = (1 << _FILE_RIGHTS[min(has, max(_FILE_RIGHTS))]) - 1
     ports = 0 if network or has < FIRST_WITH_TCP else _TCP_RIGHTS
