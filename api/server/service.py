@@ -43,7 +43,9 @@ class Settings(BaseModel):
     them. ``roots``: folders below which every path in a recipe must lie. ``recipes``: folders of stored recipes, before the
     package's. ``allow_*``: ``module:name`` that a recipe may name beside installed ones; ``allow_listen``: addresses where
     its runs may open ports, ``allow_teachers``: URLs that they may ask as teachers, ``allow_checkpoints``,
-    ``allow_clusters``: values that ``checkpoint.url`` and ``launch.address`` may have. ``hosts``: further host names (behind
+    ``allow_clusters``: values that ``checkpoint.url`` and ``launch.address`` may have. ``allow_networks``: reward functions
+    that may have the network in their sandbox, ``allow_environment``: variables that they may see; ``unsandboxed_code``:
+    those of ``allow_rewards`` may run without a sandbox. ``hosts``: further host names (behind
     a proxy); they require tokens.
     ``header_seconds``: until a request's headers are complete. ``max_connections``,
     ``max_connections_per_address``: 0: derived from the limit of open files. ``rate``, ``burst``: requests of one client,
@@ -69,6 +71,9 @@ class Settings(BaseModel):
     allow_teachers: frozenset[str] = frozenset()
     allow_checkpoints: frozenset[str] = frozenset()
     allow_clusters: frozenset[str] = frozenset()
+    allow_networks: frozenset[str] = frozenset()
+    allow_environment: frozenset[str] = frozenset()
+    unsandboxed_code: bool = False
     require_token: bool = False
     hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None

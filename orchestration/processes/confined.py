@@ -23,6 +23,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from orchestration.processes.environment import without_secrets
+
 GROWN_BYTES = 512 << 20  # that a process may keep after an answer; with more it ends, and gives them back
 # A thread pool of each library for all cores would count as memory, and take them from the service.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
@@ -121,7 +123,7 @@ class Interpreter(subprocess.Popen[bytes]):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C reaches the server alone
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+            env={**without_secrets(os.environ), **ENVIRONMENT, "PYTHONPATH": path},
         )
 
     def ask(self, question: bytes) -> bytes:

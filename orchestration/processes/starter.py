@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -34,12 +34,16 @@ FORKSERVER, SPAWN = "forkserver", "spawn"
 
 class Starter:
     """Starts processes. ``server``: an existing fork server, which its owner closes; by default a new one is started, which
-    imports ``preload``."""
+    imports ``preload``, with ``environment`` (:meth:`ForkServer.start`)."""
 
     def __init__(
-        self, method: str = FORKSERVER, server: ForkServer | None = None, preload: Sequence[str] = PRELOAD
+        self,
+        method: str = FORKSERVER,
+        server: ForkServer | None = None,
+        preload: Sequence[str] = PRELOAD,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._preload = preload
+        self._preload, self._environment = preload, environment
         self._server, self._owns_server = server, False
         self._connection: Connection | None = None
         self._worked = server is not None
@@ -80,7 +84,7 @@ class Starter:
     def _start_server(self) -> None:
         self._worked = False
         try:
-            self._server, self._owns_server = ForkServer.start(self._preload), True
+            self._server, self._owns_server = ForkServer.start(self._preload, self._environment), True
         except ForkServerDied as died:
             log.info("each process is started as a new interpreter", reason=str(died))
             self._forks = False

@@ -24,6 +24,7 @@ from pathlib import Path
 import structlog
 
 from orchestration.private_files import private_folder
+from orchestration.processes.environment import without_secrets
 from orchestration.processes.forkserver import Child, ForkServer, Launch
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import Starter
@@ -199,7 +200,7 @@ class Agent:
         launch = Launch(
             "orchestration.service.runner:forked",
             ["--run", active.record.id],
-            {**os.environ, INDEX_VARIABLE: self.url, LEASE_VARIABLE: token},
+            {**without_secrets(os.environ), INDEX_VARIABLE: self.url, LEASE_VARIABLE: token},
             os.getcwd(),
             str(logs / "runner.log"),
             f"asyncdock runner of {active.record.id}",

@@ -50,6 +50,15 @@ def serve_command(
     allow_clusters: Annotated[
         Names, _repeatable("ADDRESS", "--allow-cluster", help="`launch.address` of Ray's.")
     ] = None,
+    allow_networks: Annotated[
+        Names, _repeatable("FUNCTION", "--allow-network", help="Reward function that may have `network = true`.")
+    ] = None,
+    allow_environment: Annotated[
+        Names, _repeatable("NAME", help="Variable that `reward.environment` may name.")
+    ] = None,
+    unsandboxed_code: Annotated[
+        bool, typer.Option("--unsandboxed-code", help="Functions of --allow-reward run without a sandbox.")
+    ] = False,
     require_token: Annotated[bool, typer.Option("--require-token", help="On loopback too.")] = False,
     host_name: Annotated[Names, _repeatable("NAME", help="A name it is reached by through a proxy.")] = None,
     tls_certificate: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
