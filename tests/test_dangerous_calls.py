@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from stages.rewards.gym_answers import EVALUATES
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pipeline", "stages", "orchestration", "api")
 # Dotted names, as a file imports them; all names of a module where it is given alone.
@@ -139,10 +141,19 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("orchestration/processes/starter.py", "subprocess.Popen"): (1, OWN_COMMAND),
     ("orchestration/processes/confined.py", "subprocess.Popen"): (1, OWN_COMMAND),
     ("orchestration/run/storage/shards.py", "pickle.Unpickler"): (1, "it finds stand-ins of its own alone"),
-    ("orchestration/run/storage/shards.py", "torch.load"): (1, "with weights_only, and no class beside torch's is allowed"),
+    ("orchestration/run/storage/shards.py", "torch.load"): (
+        1,
+        "with weights_only, and no class beside torch's is allowed",
+    ),
     ("orchestration/run/storage/shards.py", "torch.distributed.checkpoint.FileSystemReader"): (
         1,
         "its metadata is read by the unpickler above, and torch reads the shards with weights_only",
+    ),
+    ("orchestration/sandbox/sandbox.py", "subprocess.run"): (1, OWN_COMMAND),
+    ("stages/rewards/gym_answers.py", "importlib.import_module"): (1, OWN_NAME),
+    ("stages/rewards/gym_answers.py", "sympy.parsing.sympy_parser.parse_expr"): (
+        1,
+        "of a text whose tokens are numbers, operators, symbols and known functions",
     ),
     ("orchestration/run/run.py", "importlib.import_module"): (1, OWN_NAME),
     ("api/client/__init__.py", "importlib.import_module"): (1, OWN_NAME),
@@ -165,6 +176,21 @@ def test_a_library_that_scores_responses_evaluates_and_so_it_runs_in_the_sandbox
         pytest.skip(f"{library} is not installed")
     folder = Path(spec.origin).parent
     assert calls_below(folder, folder), "none any more: its rewards may be called in the worker"
+
+
+# Files of reasoning_gym that evaluate texts of their own data, to make a row. Their scorers compare texts.
+MAKES_ROWS = {
+    "arithmetic/basic_arithmetic.py",
+    "arithmetic/gsm_symbolic/generators_00_49.py",
+    "arithmetic/gsm_symbolic/generators_50_99.py",
+    "code/codeio.py",
+}
+
+
+def test_no_scorer_of_reasoning_gym_evaluates_that_gets_no_other_function_here() -> None:
+    folder = Path(pytest.importorskip("reasoning_gym").__file__).parent
+    scorers = {f"{module.replace('.', '/')}.py" for module, _, _ in EVALUATES.values()}
+    assert {file for file, _ in calls_below(folder, folder)} == scorers | MAKES_ROWS
 
 
 @pytest.mark.parametrize(
