@@ -49,8 +49,7 @@ def browser(one_browser: Browser, served: Site) -> Iterator[Browser]:
     """A page without a past; what it complains of by the test's end is an error. A run that the test leaves goes with it."""
     before = served.active()
     one_browser.shape()
-    one_browser.open(served.url)
-    one_browser.js("sessionStorage.clear()")
+    one_browser.enter(served.url, served.own_token)
     one_browser.complaints()
     yield one_browser
     complaints = one_browser.complaints()
@@ -356,7 +355,7 @@ def test_a_script_that_got_into_the_page_would_not_run(browser: Browser) -> None
 def test_a_server_that_wants_a_token_is_given_one_and_it_is_kept_in_the_tab_alone(
     one_browser: Browser, tmp_path: Path
 ) -> None:
-    with site(tmp_path, "--require-token") as locked:
+    with site(tmp_path) as locked:
         token = locked.token("read")
         one_browser.open(locked.url)
         one_browser.type("Token", "adk_wrong")
