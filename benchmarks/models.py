@@ -114,15 +114,20 @@ def refusal(folder: Path, dtype: str, column: str) -> str:
 # --- the plain forward -----------------------------------------------------------------------------------------------
 
 
-def sequences(seed: int = 0) -> Rows:
+def sequences(seed: int = 0, vocabulary: int = VOCABULARY) -> Rows:
     made = torch.Generator().manual_seed(seed)
     rows: Rows = []
     for length in PROMPTS:
-        prompt = torch.randint(VOCABULARY, (length,), generator=made)
+        prompt = torch.randint(vocabulary, (length,), generator=made)
         for tokens in (LENGTH - length, LENGTH - length - 5, 6):
-            response = torch.randint(VOCABULARY, (tokens,), generator=made)
+            response = torch.randint(vocabulary, (tokens,), generator=made)
             rows.append((prompt, response))
     return rows
+
+
+def vocabulary_of(model: Any) -> int:
+    """The ids that rows have: fewer than a family's where ``model`` has fewer."""
+    return min(VOCABULARY, int(model.get_input_embeddings().num_embeddings))
 
 
 def loaded(folder: Path, dtype: torch.dtype) -> Any:
@@ -242,9 +247,9 @@ def requests(seed: int, prompts: Sequence[torch.Tensor]) -> list[GroupRequest]:
     ]
 
 
-async def generated(engine: RolloutEngine, seed: int = 0) -> tuple[Rows, torch.Tensor]:
+async def generated(engine: RolloutEngine, vocabulary: int, seed: int = 0) -> tuple[Rows, torch.Tensor]:
     """Rows that ``engine`` has generated to their full length, and its logprobs."""
-    prompts = [sequences(seed)[number * ROWS][0] for number in range(len(PROMPTS))]
+    prompts = [sequences(seed, vocabulary)[number * ROWS][0] for number in range(len(PROMPTS))]
     found = [done async for done in engine.generate(requests(seed, prompts))]
     rows = [(prompts[done.group], done.token_ids) for done in found]
     return rows, torch.cat([done.logprobs for done in found])
@@ -287,7 +292,7 @@ class Checkpoint:
         self.folder, self.dtype, self.home = folder, dtype, home
         self.plain = plain_model(self.folder, dtype)
         self.rule = ProbeRule.of(dtype, self.plain.config)
-        self.rows = sequences()
+        self.rows = sequences(vocabulary=vocabulary_of(self.plain))
         self.expected = plain_rows(self.plain, self.rows)
         self.batch = batch_of(self.rows, self.expected)
         self.gradient, self.gradient_limit = plain_gradient(self.folder, self.batch), GRADIENT
@@ -301,7 +306,7 @@ class Checkpoint:
         async def run() -> tuple[Rows, torch.Tensor]:
             engine = TorchRolloutEngine(loaded(self.folder, self.dtype), max_rows=4, device="cpu", context=LENGTH)
             try:
-                return await generated(engine)
+                return await generated(engine, vocabulary_of(self.plain))
             finally:
                 await engine.close()
 
@@ -523,7 +528,7 @@ def vllm(home: Path, folder: Path, dtype: torch.dtype) -> str:
             sender.close()
 
     async def measure(engine: Any, model: Any, weights: str) -> Gap:
-        rows, logprobs = await generated(engine)
+        rows, logprobs = await generated(engine, vocabulary_of(model))
         try:
             return judged(logprobs, plain_rows(model, rows), rule)
         except Failed as error:

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from benchmarks.families import FAMILIES, write
-from benchmarks.models import Rows, batch_of, generated, plain_model, plain_rows, train_engine_options
+from benchmarks.models import Rows, batch_of, generated, plain_model, plain_rows, train_engine_options, vocabulary_of
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.weights.store import Probe, ProbeRule, gap
@@ -36,7 +36,7 @@ def generate(model: torch.nn.Module, seed: int) -> tuple[Rows, torch.Tensor]:
     async def run() -> tuple[Rows, torch.Tensor]:
         engine = TorchRolloutEngine(model, max_rows=4, device="cpu")
         try:
-            return await generated(engine, seed)
+            return await generated(engine, vocabulary_of(model), seed)
         finally:
             await engine.close()
 

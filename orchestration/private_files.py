@@ -17,6 +17,15 @@ log = structlog.get_logger()
 SERVICE_NAMES = {"server.lock", "service.lock", "service.json", "agent.lock", "authorization", "index", "runs", "cache"}
 
 
+# The umask of a run's processes, by launch.readers.
+MASKS = {"owner": 0o077, "group": 0o027, "all": 0o022}
+
+
+def keep_from_others(readers: str = "owner") -> None:
+    """Have what this process and its children create be read by ``readers`` alone, as launch.readers has it."""
+    os.umask(MASKS[readers])
+
+
 class NotPrivate(ValueError):
     """A folder or a file is not private, or cannot be made so; the message has the reason and the fix."""
 

@@ -36,6 +36,7 @@ from api.cli.dock import dock_app
 from api.cli.error_log import errors_in_words
 from api.cli.exit_codes import FAILED, FINISHED
 from api.cli.folder.checkpoint import checkpoint_app
+from api.cli.folder.foreign import refuse_anothers, run_folder
 from api.cli.local_run import create_and_show, fork_server, new_folder, original_folder
 from api.cli.options import EventsOption, FromOption, JsonOption, PlainOption, SetOption
 from api.cli.output import print_json, refuse
@@ -97,21 +98,28 @@ def run(
         loaded = load(path, set_, here / (out or "runs"))
         from orchestration.run.run import Run
 
-        folder = (lambda: here / out) if out else (lambda: new_folder(here / "runs", loaded.name))
+        folder = (lambda: here / out) if out else (lambda: new_folder(here / "runs", loaded))
         raise typer.Exit(create_and_show(lambda: Run.create(loaded, folder()), forks, json=as_json, plain=plain))
 
 
 @app.command()
 def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run that did not finish.")],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR", callback=run_folder, help="The folder of a run that did not finish."),
+    ],
     set_: SetOption = None,
     start_version: FromOption = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Also where the folder is another user's: run what its recipe names.")
+    ] = False,
     as_json: EventsOption = False,
     plain: PlainOption = False,
 ) -> None:
     """Go on from the newest checkpoint of the run in RUN_DIR, with other keys if --set says so."""
     run_dir = run_dir.resolve()
     run_dir = run_dir.parent if run_dir.name == "recipe.json" else run_dir
+    refuse_anothers(run_dir, trust)
     with original_folder(run_dir), fork_server() as forks:
         from orchestration.run.run import Run
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from api.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
+from api.cli.folder.foreign import run_folder
 from api.cli.output import refuse
 from api.client.credentials import DEFAULT_SERVER, KeyringError
 from api.terminal.screen import write
@@ -21,7 +22,9 @@ from orchestration.streams import NO_ROOM
 
 
 def track_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run; with --server, a run's id.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", callback=run_folder, help="The folder of a run; with --server, a run's id.")
+    ],
     to: Annotated[str, typer.Option(metavar="TRACKER", help="tensorboard, mlflow or wandb.")] = "tensorboard",
     into: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Its files. Default: TRACKER in the run's folder.")

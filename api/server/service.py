@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +17,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from api.policy.process import PolicyProcess
+from api.server.access.addresses import client_of
 from api.server.access.logins import PREFIX, Logins
 from api.server.access.sessions import Sessions
 from api.server.access.tokens import OWN, Scope, Token, Tokens
@@ -29,6 +31,7 @@ from pipeline.index.client import Index
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 INDEX_SECONDS = 10.0  # for which a request waits for an index that restarts
 MOST_HELD = 2000  # requests that wait or stream, unless connections are limited to fewer
+OTHERS_SHARE = 8  # of them, one of so many is left to other tokens and addresses than one
 PRINCIPAL = web.RequestKey("principal", Token)  # the token of a request for an operation with a scope
 NO_TOKEN = "none"  # is as if no token came: clients of OpenAI's API cannot be made without one
 MOST_OWNERS = 10_000  # of runs that are remembered
@@ -148,21 +151,27 @@ class Service:
         folders = {name: str(folder) for name, folder in settings.checkpoints.items()}
         options = {"index": registry.link.url, "checkpoints": folders, "most": settings.policies}
         self.policies = PolicyProcess(settings.data / "policies.log", options)
-        self.most_held, self._held = MOST_HELD, 0
+        self.most_held, self._held = MOST_HELD, Counter[str]()
 
     def index(self, run: str) -> Index:
         """Return the index of ``run``. It has no connections of its own, and need not be closed."""
         return Index(self.registry.link, run)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[bool]:
-        """Count a request that waits or streams without a deadline. Yields False when there are too many: the other
-        connections are kept for requests that are answered at once."""
-        self._held += 1
+    def held(self, request: web.Request) -> Iterator[bool]:
+        """Count a request that waits or streams without a deadline. Yields False when there are too many, of all clients,
+        of its token, or of its address: the other connections are kept for requests that are answered at once."""
+        of_one = self.most_held - self.most_held // OTHERS_SHARE
+        counted = {"": self.most_held, f"token {request[PRINCIPAL].id}": of_one}
+        counted[f"address {client_of(request.remote or '')}"] = of_one
+        self._held.update(counted.keys())
         try:
-            yield self._held <= self.most_held
+            yield all(self._held[one] <= most for one, most in counted.items())
         finally:
-            self._held -= 1
+            self._held.subtract(counted.keys())
+            for one in counted:
+                if not self._held[one]:
+                    del self._held[one]
 
     def folder(self, record: RunRecord) -> Path:
         """Return the folder of a run's files: recipe.json, checkpoints/, logs/, metrics.jsonl."""

@@ -50,6 +50,7 @@ class Starter:
     async def start(self, launch: Launch, stdin: int | None = None) -> Child | Process:
         """Start a process, with the file ``stdin`` as its standard input. Raises OSError when the machine has no process or
         file descriptor left."""
+        _create(launch.log)
         while self._forks and self._server is not None:
             server = self._server
             try:
@@ -83,6 +84,12 @@ class Starter:
         except ForkServerDied as died:
             log.info("each process is started as a new interpreter", reason=str(died))
             self._forks = False
+
+
+def _create(log_file: str) -> None:
+    """Create the file with the mode that this process gives files. The fork server's may be another one."""
+    with open(log_file, "ab"):
+        pass
 
 
 def spawn(launch: Launch, stdin: int | None = None) -> Process:

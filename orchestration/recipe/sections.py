@@ -580,6 +580,9 @@ class LaunchSection(Section):
     )
     autoscale: AutoscaleSection = AutoscaleSection()
     leave_timeout: Seconds = key(60.0, "Time for a leaving rollout worker to park, and its host to move samples.")
+    readers: Literal["owner", "group", "all"] = key(
+        "owner", "Users that may read the run's folder. Its `recipe.json` and its index are its owner's in any case."
+    )
     collective_timeout: Seconds = key(300.0, "Longest wait of a rank for the others in a collective call.")
     hang_timeout: Seconds = key(
         120.0, "Longest time without a sign of life of a worker; then it is ended, and restarted as a dead one."

@@ -22,6 +22,7 @@ import structlog
 
 from orchestration.elastic.scale import until_leave
 from orchestration.logs import Current, configure
+from orchestration.private_files import keep_from_others
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import slab_bytes
 from orchestration.recipe.schema import Recipe
@@ -58,6 +59,7 @@ from stages.prompts.files import PromptError
 from stages.rewards.registry import RewardError
 from stages.training.skipped import TooManySkipped
 from stages.training.update import SamplesGone
+from stages.weight_files import NeedsOwnCode
 from stages.weights.manifest import FilesDamaged
 
 log = structlog.get_logger()
@@ -109,6 +111,7 @@ FATAL = (
     EngineUnknown,
     ExtraMissing,
     ModelNotFound,
+    NeedsOwnCode,
     PromptError,
     RewardError,
     StageError,
@@ -139,6 +142,8 @@ class Worker:
                     f"run {self.index.run!r} is not in this index; give the id and the URL of one that is"
                 )
             recipe = Recipe.from_json(recipe_json)
+            if recipe.launch.launcher != "inline":  # this process is the worker's own
+                keep_from_others(recipe.launch.readers)
             beating = asyncio.create_task(self._beat(recipe.launch.beat_seconds))
             paths, warehouse = RunPaths.from_json(paths_json).at_host()
             secret = (await self.index.get("secret") or "").encode()

@@ -22,6 +22,7 @@ import structlog
 
 from orchestration.events_file import METRICS, MetricsFile
 from orchestration.logs import configure
+from orchestration.private_files import keep_from_others
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
@@ -71,6 +72,7 @@ class Runner:
         try:
             record = await self.registry.get(self.run)
             recipe = Recipe.model_validate(record.recipe)
+            keep_from_others(recipe.launch.readers)
             run = await asyncio.to_thread(Run.hosted, recipe, Path(record.folder), self.run)
             run.forks = self._forks
             following = asyncio.create_task(self._follow(run))

@@ -60,5 +60,5 @@ def shared_memory_directory() -> Path:
                 f"{SHARED_VARIABLE} = {chosen!r} is not a folder that can be written to; give one in memory, or unset it"
             )
         return Path(chosen)
-    memory = Path("/dev/shm")
+    memory = Path("/dev/shm")  # noqa: S108  (files in it are private)
     return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

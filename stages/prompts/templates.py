@@ -74,7 +74,8 @@ def check_chat_options(template: str, options: Mapping[str, Any]) -> None:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
-        names = {text for _, kind, text in Environment().lex(template) if kind == "name"}
+        tokens = Environment().lex(template)  # noqa: S701  (nothing is rendered)
+        names = {text for _, kind, text in tokens if kind == "name"}
     except TemplateSyntaxError as error:
         raise PromptError(
             f"prompts: the chat template is not Jinja ({error}, line {error.lineno}); correct it"

@@ -12,6 +12,7 @@ from api.cli.output import print_json
 from api.cli.service.asking import ask
 from api.client.credentials import DEFAULT_SERVER
 from api.terminal.screen import write
+from orchestration.service.own_services import ANY
 
 
 def link_command(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
@@ -28,6 +29,6 @@ def login_link(server: str, code: str) -> str:
     'http://127.0.0.1:8765/#login=CODE'
     """
     parts = urlsplit(server)
-    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(parts.hostname or "")
+    reached = {ANY[4]: "127.0.0.1", ANY[6]: "[::1]"}.get(parts.hostname or "")
     place = f"{reached}:{parts.port}" if reached else parts.netloc
     return f"{parts.scheme}://{place}{parts.path.rstrip('/')}/#login={code}"

@@ -75,8 +75,10 @@ def serve_command(
 
     from api.server.app import ServeError
     from api.server.service import Settings
+    from orchestration.private_files import keep_from_others
     from orchestration.recipe.values import parse_size
 
+    keep_from_others()
     # The options that have a setting's name.
     given = {name: value for name, value in locals().items() if name in Settings.model_fields and value is not None}
     host, _, port = listen.rpartition(":")

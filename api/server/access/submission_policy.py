@@ -10,13 +10,13 @@ machine, so the operator must have listed it.
 from __future__ import annotations
 
 import copy
-import os
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from api.server import problems as answers
+from api.server.access.roots import below_root, leads_out
 from api.server.service import Settings
 from orchestration.recipe.bounds import out_of_bounds, read_toml
 from orchestration.recipe.load import fixed_problems, override, parse_recipe
@@ -25,6 +25,8 @@ from orchestration.recipe.problems import Problem, RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, VllmSection
 from orchestration.recipe.values import format_size
+from orchestration.run.lock import RunError
+from orchestration.run.storage import base_models
 from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
 from stages.prompts.conversations import is_template_name
@@ -67,10 +69,11 @@ def accept(
     overrides: Mapping[str, Any],
     reading: Reading | None = None,
     *,
-    resumed: bool = False,
+    resumed: Path | None = None,
 ) -> Recipe:
     """Return the recipe of ``data`` with ``overrides``. Of files below the operator's roots it reads what ``reading`` allows
-    (default: what a check reads). ``resumed``: for a run of ``data`` that goes on. Raises RecipeError with all problems."""
+    (default: what a check reads). ``resumed``: the folder of a run of ``data`` that goes on. Raises RecipeError with all
+    problems."""
     too_large = [*out_of_bounds(data, finite=True), *out_of_bounds(overrides, "overrides", finite=True)]
     if too_large:  # other checks could fail on such values, or take long
         raise RecipeError("recipe", too_large)
@@ -78,11 +81,11 @@ def accept(
     for key, value in copy.deepcopy(dict(overrides)).items():
         if problem := override(submission.data, key, value, "overrides"):
             submission.problems.append(problem)
-    if resumed:
-        submission.problems += fixed_problems(data, submission.data)
     submission.refuse_code()
     submission.refuse_addresses()
     submission.resolve_paths()
+    if resumed:
+        submission.refuse_changes(data, overrides, resumed)
     pipeline = submission.data.setdefault("pipeline", {})
     if settings.index and isinstance(pipeline, dict):  # checks see where the service's index is, without its password
         pipeline["index"] = redacted(settings.index)
@@ -119,6 +122,21 @@ class _Submission:
     def refuse(self, key: str, value: Any, wrong: str, fix: str, replacement: Any) -> None:
         self.problems.append(Problem(key, value, wrong, fix))
         override(self.data, key, replacement)
+
+    def refuse_changes(self, before: Mapping[str, Any], overrides: Mapping[str, Any], folder: Path) -> None:
+        """Refuse what may not change in the run in ``folder``. A base model may lie elsewhere, with the same files."""
+        resolved = {key: self.value(key) for key in overrides}
+        refused = {problem.key for problem in self.problems}
+        moved = set[str]()
+        try:
+            moved = base_models.moved(Recipe.model_validate(before), resolved, folder)
+        except RunError as differs:
+            key, _, wrong = str(differs).partition(": ")
+            self.problems.append(Problem(key, resolved[key], wrong, "give the folder that the run began with"))
+            refused.add(key)
+        self.problems += [
+            problem for problem in fixed_problems(before, self.data) if problem.key not in refused | moved
+        ]
 
     def refuse_code(self) -> None:
         """Refuse ``module:name`` that the operator has not listed, and templates that do more than name columns."""
@@ -194,7 +212,8 @@ class _Submission:
             if not self.settings.index:
                 reason = "needs an index that other machines reach; this service's is its own"
                 option = "--index redis://…"
-            if derived and not self._may_listen("0.0.0.0"):  # it may be any address of this machine
+            # It may be any address of this machine.
+            if derived and not self._may_listen("0.0.0.0"):  # noqa: S104  (a question, nothing listens)
                 reason = "has the run listen for other machines, which a request may not"
                 option = "--allow-listen 0.0.0.0"
             if reason:
@@ -227,8 +246,12 @@ class _Submission:
                 continue
             if key == "prompts.chat_template" and is_template_name(value):
                 continue
-            if real := _below_root(settings.roots, value):
-                override(self.data, key, str(real))
+            if real := below_root(settings.roots, value):
+                if out := leads_out(settings.roots, real):
+                    fix = "put files there in place of links to other places"
+                    self.refuse(key, value, f"holds what this server does not read: {out}", fix, "refused")
+                else:
+                    override(self.data, key, str(real))
                 continue
             roots = ", ".join(map(str, settings.roots))
             fix = f"give a path below {roots}" if roots else f"{ASK.format('--root')}; without one no file is read"
@@ -246,17 +269,6 @@ def _only_names_columns(template: str) -> bool:
     return all(
         name is None or (name.isidentifier() and not spec and not conversion) for name, spec, conversion in fields
     )
-
-
-def _below_root(roots: Sequence[Path], value: str) -> Path | None:
-    """Return the real path of ``value``, every link followed, if it is below a root. A relative path is looked for in each
-    root."""
-    for root in roots:
-        below = Path(os.path.realpath(root))
-        real = Path(os.path.realpath(below / value))
-        if real.is_relative_to(below) and (real.exists() or Path(value).is_absolute() or root == roots[-1]):
-            return real
-    return None
 
 
 def _beyond_limits(settings: Settings, recipe: Recipe) -> Iterator[Problem]:

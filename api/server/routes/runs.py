@@ -20,7 +20,6 @@ from api.schemas.runs import (
     AlarmView,
     CheckpointsView,
     CheckpointView,
-    ForecastView,
     Gate,
     Host,
     LogsQuery,
@@ -42,7 +41,7 @@ from api.schemas.runs import (
 )
 from api.server.operations import Reply, operation
 from api.server.problems import HTTPProblem, without_password
-from api.server.routes.recipes import checked
+from api.server.routes.recipes import asked_apart, checked
 from api.server.run_status import RunStatus
 from api.server.service import PRINCIPAL, Service
 from orchestration.elastic.scale import overrides_of, request_scale
@@ -53,8 +52,6 @@ from orchestration.run.lock import RunError
 from orchestration.run.storage import recorded
 from orchestration.run.storage.recorded import store_url
 from orchestration.service.registry import CHECKPOINT_REPORTED, RunRecord
-from orchestration.simulation.recorded import NotMeasured
-from orchestration.simulation.search import what_if
 from pipeline.events import ENDED
 from pipeline.index.claims import DROPPED
 from pipeline.index.client import IndexRefused
@@ -79,7 +76,8 @@ async def submit_run(
 ) -> Reply[RunView]:
     """Submits a run. It begins when fewer than the server's limit are active; until then `position` says how many are before
     it. A repeat under the same `Idempotency-Key` within a day makes no second one."""
-    recipe = Recipe.from_json((await checked(service, request, submission=raw.decode(), plan=False))["recipe"])
+    accepted = (await checked(service, request, submission=raw.decode(), plan=False))["recipe"]
+    recipe = await asyncio.to_thread(Recipe.from_json, accepted)  # the first one imports algorithms
     await _refuse_full_queue(service)
     content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
     fingerprint, owner = hashlib.sha256(content).hexdigest(), request[PRINCIPAL].name
@@ -131,7 +129,7 @@ async def resume_run(service: Service, request: web.Request, path: RunPath, body
         )
     if record.state not in ENDED and not body.overrides:
         return await _view(service, await service.registry.ask(path.run, "resume"))
-    given = {"recipe": record.recipe, "overrides": body.overrides}
+    given = {"recipe": record.recipe, "overrides": body.overrides, "folder": str(service.folder(record))}
     recipe = Recipe.from_json((await checked(service, request, plan=False, **given))["recipe"])
     if record.state not in ENDED:
         if recipe != Recipe.model_validate(record.recipe):
@@ -194,16 +192,11 @@ async def scale_run(service: Service, request: web.Request, path: RunPath, body:
 
 
 @operation("POST", f"{RUN}/what-if", scope="read", summary="What it would do", tag="runs", errors=(404, 409))
-async def what_if_of_run(service: Service, path: RunPath, body: WhatIf) -> WhatIfView:
+async def what_if_of_run(service: Service, request: web.Request, path: RunPath, body: WhatIf) -> WhatIfView:
     """Simulates the run with its own measured costs, as it is and with other keys. Nothing of the run changes."""
     folder = service.folder(await service.registry.get(path.run))
     overrides = [f"{name}={json.dumps(value)}" for name, value in body.overrides.items()]
-    try:
-        now, changed = await asyncio.to_thread(what_if, folder, overrides)
-    except NotMeasured as lacking:
-        fix = "ask again after some optimizer steps"
-        raise HTTPProblem(409, str(lacking).rpartition(": ")[2], kind="not-measured", fix=fix) from None
-    return WhatIfView(now=ForecastView.model_validate(now), changed=ForecastView.model_validate(changed))
+    return WhatIfView(**await asked_apart(service, request, {"what_if": str(folder), "overrides": overrides}))
 
 
 @operation(

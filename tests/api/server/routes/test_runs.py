@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -10,16 +11,20 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from api.server.access.tokens import Scope, Tokens
 from api.server.service import Settings
 from orchestration.recipe.load import FIXED
+from orchestration.run.storage import base_models
 from orchestration.service.registry import CHECKPOINT_REPORTED, Registry
 from pipeline.index.client import Index
+from stages.models import load_model
+from stages.weights.manifest import digests_of
 from tests.any_event import AnyEvent
 from tests.api.serving import Client, bearer, problem, serving
 from tests.orchestration.run.test_checkpoints import written
-from tests.orchestration.runs import MOCK
+from tests.orchestration.runs import MOCK, TINY
 
 
 @pytest.fixture
@@ -196,6 +201,39 @@ async def test_an_ended_run_waits_again_with_the_changes_of_its_recipe(client: C
         await problem(await client.post(f"/v1/runs/{run}/resume", json=wrong), 422)
     await problem(await client.post(f"/v1/runs/{run}/resume", data=b"{"), 415)
     assert (await client.delete(f"/v1/runs/{run}")).status == 204
+
+
+async def test_the_base_model_of_an_ended_run_may_move_and_its_bytes_may_not_change(
+    index_url: str, tmp_path: Path
+) -> None:
+    base, moved, outside = (tmp_path / name for name in ("models/base", "models/moved", "outside"))
+    for part in load_model("tiny", dtype=torch.float32, seed=0):
+        part.save_pretrained(base)
+    async with serving(index_url, tmp_path, roots=[tmp_path / "models"]) as client:
+        run = (await submitted(client, recipe={**TINY, "name": "moved", "model": {"source": str(base)}}))["id"]
+        await client.post(f"/v1/runs/{run}/stop")
+        folder = tmp_path / "runs" / run
+        folder.mkdir(parents=True, exist_ok=True)
+        base_models.write(folder, {str(base): digests_of(base, base_models.model_files(base))})
+        shutil.copytree(base, outside)
+        base.rename(moved)
+
+        async def resumed(source: Path, status: int) -> dict[str, Any]:
+            body = {"overrides": {"model.source": str(source)}}
+            response = await client.post(f"/v1/runs/{run}/resume", json=body)
+            return await response.json() if status == 202 else await problem(response, status)
+
+        refused = await resumed(outside, 422)
+        assert [(each["field"], each["wrong"]) for each in refused["errors"]] == [
+            ("model.source", "lies outside of what this server reads")
+        ]
+        weights = (moved / "model.safetensors").read_bytes()
+        (moved / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+        (changed,) = (await resumed(moved, 422))["errors"]
+        assert "'model.safetensors' has other bytes" in changed["wrong"]
+        (moved / "model.safetensors").write_bytes(weights)
+        assert (await resumed(moved, 202))["recipe"]["model"]["source"] == str(moved)
+        await client.post(f"/v1/runs/{run}/stop")
 
 
 async def test_a_run_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged(
