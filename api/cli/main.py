@@ -6,6 +6,7 @@
     serve, agent   a service, and the process that executes its runs (api.cli.service)
     deploy         the policy of a run on Ray Serve (api.cli.service.deploy)
     runs, login    the runs of a service, over REST (api.cli.service.runs)
+    link           a link that signs a browser in to a service (api.cli.service.link)
     why            what a run waits for at this moment (api.cli.service.why)
     checkpoint     whether checkpoints are as they were written (api.cli.folder.checkpoint)
     dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
@@ -44,6 +45,7 @@ from api.cli.plan import add_plan_commands
 from api.cli.recipe_files import RecipeArgument, description, find, load, stored
 from api.cli.service.agent import agent_command, host_command
 from api.cli.service.deploy import deploy_command
+from api.cli.service.link import link_command
 from api.cli.service.runs import login, logout, runs_app
 from api.cli.service.serve import serve_command
 from api.cli.service.token import token_app
@@ -270,6 +272,7 @@ app.command("serve")(serve_command)
 add_plan_commands(plan_app)
 app.add_typer(plan_app, name="plan")
 app.command("why")(why_command)
+app.command("link")(link_command)
 app.command()(login)
 app.command()(logout)
 

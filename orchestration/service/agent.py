@@ -61,6 +61,7 @@ class Agent:
         self, url: str, data: Path, runs: int, *, index: ServiceIndex | None = None, forks: ForkServer | None = None
     ) -> None:
         self.url, self.data, self.runs, self.index = url, data.resolve(), runs, index
+        self._named = data  # another user may have made the link that was named
         self.folders = self.data / "runs"
         self.name = ""  # set while it runs
         self._registry = Registry(url)
@@ -71,7 +72,7 @@ class Agent:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set; runs continue. Raises AgentError when another agent works in the folder."""
-        private_folder(self.data)
+        private_folder(self._named)
         self.folders.mkdir(exist_ok=True)
         self.name = node_id(self.folders)  # the same for the next agent of this folder
         try:

@@ -188,7 +188,7 @@ async def service(index_url: str, tmp_path: Path) -> AsyncGenerator[tuple[Any, d
     from api.server.recipe_checks import Checks
 
     (tmp_path / "root").mkdir()
-    async with serving(index_url, tmp_path, require_token=True, roots=(tmp_path / "root",)) as client:
+    async with serving(index_url, tmp_path, no_token=False, roots=(tmp_path / "root",)) as client:
         made = client.app[SERVICE]  # type: ignore[union-attr]
         made.checks = checks = Checks()
         tokens = [await made.tokens.create(name, "read") for name in ("ada", "eve")]
@@ -335,7 +335,7 @@ def busy(served: Served) -> set[int]:
 
 
 async def test_a_what_if_has_bounds_and_ends_with_its_client(served: Served) -> None:
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=served.headers) as session:
         run = await run_of(served, session, 60)
         url = f"{served.url}/v1/runs/{run}/what-if"
         async with session.post(url, json={"overrides": {"rollout.workers": 10_000}}) as response:
@@ -359,13 +359,14 @@ async def test_a_what_if_has_bounds_and_ends_with_its_client(served: Served) -> 
 async def test_unread_streams_hold_little_memory_and_are_all_ended(served: Served) -> None:
     assert served.process is not None
     server = psutil.Process(served.process.pid)
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=served.headers) as session:
         run = await run_of(served, session, 4)
         before, descriptors, sockets = server.memory_info().rss, server.num_fds(), []
         for _ in range(300):
             _, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
             writer.transport.pause_reading()
-            writer.write(f"GET /v1/runs/{run}/metrics/stream HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            head = f"GET /v1/runs/{run}/metrics/stream HTTP/1.1\r\nHost: localhost\r\n"
+            writer.write(f"{head}Authorization: Bearer {served.token}\r\n\r\n".encode())
             sockets.append(writer)
         await until(lambda: server.num_fds() >= descriptors + 300, 60)
         most = 0
@@ -391,7 +392,7 @@ async def test_unread_streams_hold_little_memory_and_are_all_ended(served: Serve
 
 
 async def test_a_server_ends_while_a_what_if_computes(served: Served) -> None:
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=served.headers) as session:
         run = await run_of(served, session, 60)
         url = f"{served.url}/v1/runs/{run}/what-if"
         asking = [asyncio.create_task(session.post(url, json={"overrides": {}})) for _ in range(12)]

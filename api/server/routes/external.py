@@ -38,7 +38,7 @@ PROMPTS_BYTES = 16 * 2**20
 PROMPTS_VALUES = 500_000  # of one body of prompts
 WAITING_SECONDS = 90.0  # for requests that may wait 60 seconds
 WRITE_SECONDS = 30.0  # for which a reader of weights may stop
-external_operation = functools.partial(operation, scope="run", tag="external stages", errors=(404, 409))
+external_operation = functools.partial(operation, scope="run", owned=True, tag="external stages", errors=(404, 409))
 
 
 @external_operation(
@@ -132,7 +132,11 @@ async def release_lease(service: Service, request: web.Request, path: LeasePath)
 
 
 @external_operation(
-    "GET", "/v1/runs/{run}/weights", summary="The published version, or none that is newer", seconds=WAITING_SECONDS
+    "GET",
+    "/v1/runs/{run}/weights",
+    owned=False,
+    summary="The published version, or none that is newer",
+    seconds=WAITING_SECONDS,
 )
 async def get_published(service: Service, request: web.Request, path: RunPath, query: WeightsQuery) -> WeightsView:
     """The published version and its tensors, when it is newer than `after`; waits up to `wait` seconds for it."""
@@ -145,6 +149,7 @@ async def get_published(service: Service, request: web.Request, path: RunPath, q
 @external_operation(
     "GET",
     "/v1/runs/{run}/weights/{version:[0-9]+}",
+    owned=False,
     summary="One version's weights, as a safetensors file",
     produces=BINARY,
     sends={"ETag": "The sha256 of the file."},

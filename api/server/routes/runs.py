@@ -103,7 +103,7 @@ async def get_run(service: Service, path: RunPath) -> RunView:
 
 
 # What a run is asked to do: answered 202, with the run as it is then.
-_asking: dict[str, Any] = {"scope": "run", "tag": "runs", "status": 202, "errors": (404, 409)}
+_asking: dict[str, Any] = {"scope": "run", "owned": True, "tag": "runs", "status": 202, "errors": (404, 409)}
 
 
 @operation("POST", f"{RUN}/pause", summary="It pauses", **_asking)
@@ -199,12 +199,11 @@ async def what_if_of_run(service: Service, request: web.Request, path: RunPath, 
     return WhatIfView(**await asked_apart(service, request, {"what_if": str(folder), "overrides": overrides}))
 
 
-@operation("DELETE", RUN, scope="run", summary="The run and its data are gone", tag="runs", errors=(404, 409))
-async def delete_run(service: Service, request: web.Request, path: RunPath) -> None:
-    """Only a run that has ended, and only by who submitted it, or a token of scope admin."""
-    token, record = request[PRINCIPAL], await service.registry.get(path.run)
-    if record.owner != token.name and not token.may("admin"):
-        raise HTTPProblem(403, "This run belongs to another owner.", kind="owner", fix="ask its owner, or an admin")
+@operation(
+    "DELETE", RUN, scope="run", owned=True, summary="The run and its data are gone", tag="runs", errors=(404, 409)
+)
+async def delete_run(service: Service, path: RunPath) -> None:
+    """Only a run that has ended."""
     await service.registry.delete(path.run)
     await service.forget(path.run)
 
