@@ -70,7 +70,7 @@ async def test_a_token_of_another_name_changes_nothing(
     assert (view["state"], view["owner"]) == ("created", "ann")
     for allowed in (again, root):
         response = await client.request(o.method, path, headers=allowed, **body)
-        assert response.status not in (401, 403), await response.text()
+        assert response.status not in (401, 403, 500), await response.text()
     unknown = await client.request(o.method, path.replace(run, "no-such-run"), headers=bob, **body)
     assert (await problem(unknown, 404))["type"] == "urn:asyncdock:unknown-run"
 
