@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from pipeline.compat.extras import extra
 from stages.json_schema import options_model
 from stages.rewards.answers import Number, in_tags, number_of, plain_text, read_number
+from stages.rewards.gym_answers import evaluate_nothing
 
 Completions = list[str | list[dict[str, str]]]
 
@@ -153,4 +154,5 @@ def _scorer(task: str) -> Callable[..., float]:
     with extra("quickstart"):
         from reasoning_gym import get_score_answer_fn
 
+    evaluate_nothing(task)
     return get_score_answer_fn(task)
