@@ -25,6 +25,7 @@ from pipeline.compat.extras import ExtraMissing, extra
 MOST_DIGITS, MOST_EXPONENT = 1000, 400  # of a number that is read; longer ones equal nothing
 MOST_CHARACTERS = 300  # of an expression that math-verify reads
 SECONDS = 5.0  # that it may take
+MOST_POWER = 1000  # exponents in such an expression, multiplied
 NEAR = 1e-9  # relative: two numbers of which one is a float, or a root, are equal
 
 _MINUS = "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"
@@ -273,6 +274,8 @@ def _evaluated(expression: str) -> Number | None:
     spans = re.findall(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", expression, flags=re.DOTALL)
     latex = "".join(spans[-1]) if spans else expression
     latex = latex.translate(_CHARACTERS).strip().replace("√", r"\sqrt ").replace("π", r"\pi ")
+    if not _is_small(latex):
+        return None
     try:
         with time_limit(SECONDS):
             results = math_verify.parse(f"${latex}$", parsing_timeout=None)
@@ -284,6 +287,35 @@ def _evaluated(expression: str) -> Number | None:
     except (TimeLimit, ArithmeticError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
         pass
     return None
+
+
+def _is_small(latex: str) -> bool:
+    """Whether the integers that ``latex`` is computed with stay small. A power of large ones is a single operation, which no
+    time limit ends, and during which no other thread of the process runs."""
+    product = 1
+    for power in re.finditer(r"\^|\*\*", latex):
+        exponent = _exponent(latex, power.end())
+        if "^" in exponent or "**" in exponent:
+            return False
+        for number in re.findall(r"\d+", exponent):
+            product *= max(1, min(int(number[:6]), MOST_POWER + 1))
+    counts = re.findall(r"!|binom|\\prod|\\sum|\\exp|\\Gamma", latex)
+    is_counted = len(counts) > 1 or (bool(counts) and re.search(r"\d{4}", latex) is not None)
+    return product <= MOST_POWER and not is_counted
+
+
+def _exponent(latex: str, begin: int) -> str:
+    """What stands from ``begin`` on as an exponent: all to the end of its brackets, or one token, with a power of it."""
+    depth = 0
+    for at in range(begin, len(latex)):
+        depth += (latex[at] in "{([") - (latex[at] in "})]")
+        if depth < 0 or (depth == 0 and latex[at] in "})]"):
+            rest = latex[at + 1 :].lstrip() if depth == 0 else ""
+            return latex[begin : at + 1] + ("^" if rest.startswith(("^", "**")) else "")
+        if depth == 0 and latex[at] in "+-*/= " and latex[begin:at].strip(" -+"):
+            break
+    token = re.match(r"[\s+-]*[\w.\\]*\s*(\^|\*\*)?", latex[begin:])
+    return token.group() if token else ""
 
 
 def _rational(exact: Any, value: Any) -> Fraction:

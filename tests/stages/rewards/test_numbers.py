@@ -281,3 +281,26 @@ def test_math_verify_is_imported_for_expressions_alone() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["1.0", "False"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(((9^{99999})^{99999}))",
+        "9^{9^{9^9}}",
+        "9^9^9^9",
+        "9^{{9}^9}",
+        r"9^{\left(9\right)^{9}}",
+        "9!!!",
+        "99999!",
+        r"\binom{99999}{5}",
+    ],
+)
+def test_an_answer_that_is_too_large_to_compute_is_not_computed(text: str) -> None:
+    """One operation of large integers holds the whole process, past any time limit."""
+    pytest.importorskip("math_verify")
+    began = time.monotonic()
+    score("exact_number", [rf"\boxed{{{text}}}"], [{"answer": 1}])
+    assert time.monotonic() - began < 20
+    assert scores("exact_number", [r"\boxed{2^{10} + \sqrt{16} + \binom{10}{3}}"], [1148]) == [1.0]
