@@ -188,7 +188,8 @@ async def scale_run(service: Service, request: web.Request, path: RunPath, body:
     number that the recipe or this service does not allow is refused. A run that is resumed begins with its recipe's."""
     record = await service.registry.get(path.run)
     overrides = overrides_of(Recipe.model_validate(record.recipe), body.rollout)
-    await checked(service, request, plan=False, recipe=record.recipe, overrides=overrides)
+    folder = str(service.folder(record))
+    await checked(service, request, plan=False, recipe=record.recipe, overrides=overrides, folder=folder)
     await request_scale(service.index(record.id), body.rollout)
     return await _view(service, record)
 
