@@ -289,19 +289,23 @@ def _evaluated(expression: str) -> Number | None:
     return None
 
 
+_COUNTS = re.compile(r"!|binom|\\choose|\\prod|\\sum|\\exp|\\Gamma")
+# Factorials and binomials of plain numbers with up to three digits; 999! has 2,565.
+_SMALL_COUNTS = re.compile(r"(?<![\d.)\]}!])\d{1,3}\s*!(?!\s*!)|binom\s*(\{\s*\d{1,3}\s*\}\s*){2}(?!\s*!)")
+
+
 def _is_small(latex: str) -> bool:
     """Whether the integers that ``latex`` is computed with stay small. A power of large ones is a single operation, which no
     time limit ends, and during which no other thread of the process runs."""
     product = 1
     for power in re.finditer(r"\^|\*\*", latex):
         exponent = _exponent(latex, power.end())
-        if "^" in exponent or "**" in exponent:
+        if "^" in exponent or "**" in exponent or _COUNTS.search(exponent):
             return False
         for number in re.findall(r"\d+", exponent):
             product *= max(1, min(int(number[:6]), MOST_POWER + 1))
-    counts = re.findall(r"!|binom|\\prod|\\sum|\\exp|\\Gamma", latex)
-    is_counted = len(counts) > 1 or (bool(counts) and re.search(r"\d{4}", latex) is not None)
-    return product <= MOST_POWER and not is_counted
+    counted = _SMALL_COUNTS.sub(" ", latex)
+    return product <= MOST_POWER and not _COUNTS.search(counted)
 
 
 def _exponent(latex: str, begin: int) -> str:

@@ -48,7 +48,7 @@ def rows(*texts: str, **columns: Any) -> dict[str, list[Any]]:
     return {"prompts": ["q"] * len(texts), "completions": [*texts], "completion_ids": [[1]] * len(texts), **columns}
 
 
-async def until(condition: Callable[[], bool], timeout: float = 30) -> None:
+async def until(condition: Callable[[], bool], timeout: float = 120) -> None:
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

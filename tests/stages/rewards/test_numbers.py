@@ -295,6 +295,14 @@ def test_math_verify_is_imported_for_expressions_alone() -> None:
         "9!!!",
         "99999!",
         r"\binom{99999}{5}",
+        r"\frac{10^{10^{10}}}{3}",
+        r"\binom{10^{9}}{5\cdot 10^{8}}",
+        r"\binom{999\cdot 999\cdot 999}{5\cdot 99999}",
+        r"(999\cdot 999\cdot 999)!",
+        r"\sqrt{2^{999!}}",
+        r"{99}^{99}! + 1",
+        r"\sqrt{{9999999}!}",
+        r"\prod_{i=1}^{999} i^{i^{i}}",
     ],
 )
 def test_an_answer_that_is_too_large_to_compute_is_not_computed(text: str) -> None:
@@ -304,3 +312,4 @@ def test_an_answer_that_is_too_large_to_compute_is_not_computed(text: str) -> No
     score("exact_number", [rf"\boxed{{{text}}}"], [{"answer": 1}])
     assert time.monotonic() - began < 20
     assert scores("exact_number", [r"\boxed{2^{10} + \sqrt{16} + \binom{10}{3}}"], [1148]) == [1.0]
+    assert scores("exact_number", [r"\boxed{\frac{6!}{3! \cdot 2!}}"], [60]) == [1.0]
