@@ -218,8 +218,7 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
             "query heads share key-value heads in equal groups, so correct the config"
         )
     with torch.device("meta"):
-        wanted = {"dtype": dtype} if dtype else {}
-        model = AutoModelForCausalLM.from_config(config, **wanted, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
     dtype = dtype or model.dtype  # of every parameter, as load_model makes it
     parameters: list[Parameter] = []
     tensors: list[Tensor] = []
