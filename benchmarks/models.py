@@ -126,7 +126,7 @@ def sequences(seed: int = 0, vocabulary: int = VOCABULARY) -> Rows:
 
 
 def vocabulary_of(model: Any) -> int:
-    """The ids that rows have: fewer than a family's where ``model`` has fewer."""
+    """How many token ids rows are drawn from: VOCABULARY, or all of ``model`` where it has fewer."""
     return min(VOCABULARY, int(model.get_input_embeddings().num_embeddings))
 
 

@@ -99,7 +99,7 @@ def parse_plain(text: str, *arguments: Any, **options: Any) -> Any:
 
 
 class PlainSympy:
-    """sympy, whose ``parse_expr`` is :func:`parse_plain`."""
+    """Replaces the module sympy in a scorer. Its ``parse_expr`` is :func:`parse_plain`; all else is sympy's."""
 
     parse_expr = staticmethod(parse_plain)
 
@@ -110,7 +110,7 @@ class PlainSympy:
 
 
 EXECUTES = frozenset({"codeio"})  # runs code of reasoning_gym's own data to make a row; its scorer compares texts
-# The tasks whose scorers evaluate: their modules, a name that these use, and what it is here.
+# Tasks whose scorers evaluate answers. Of each: its module, the name that is replaced in it, the replacement.
 EVALUATES: dict[str, tuple[str, str, Any]] = {
     "binary_matrix": ("algorithmic.binary_matrix", "eval", literal),
     "number_sorting": ("algorithmic.number_sorting", "eval", literal),

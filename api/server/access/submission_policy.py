@@ -25,7 +25,6 @@ from orchestration.recipe.problems import Problem, RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, VllmSection
 from orchestration.recipe.values import format_size
-from orchestration.run.lock import RunError
 from orchestration.run.storage import base_models
 from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
@@ -130,10 +129,9 @@ class _Submission:
         moved = set[str]()
         try:
             moved = base_models.moved(Recipe.model_validate(before), resolved, folder)
-        except RunError as differs:
-            key, _, wrong = str(differs).partition(": ")
-            self.problems.append(Problem(key, resolved[key], wrong, "give the folder that the run began with"))
-            refused.add(key)
+        except base_models.BaseModelDiffers as differs:
+            self.problems.append(Problem(differs.key, resolved[differs.key], differs.wrong, differs.fix))
+            refused.add(differs.key)
         self.problems += [
             problem for problem in fixed_problems(before, self.data) if problem.key not in refused | moved
         ]

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,7 @@ async def resume_run(service: Service, request: web.Request, path: RunPath, body
         )
     if record.state not in ENDED and not body.overrides:
         return await _view(service, await service.registry.ask(path.run, "resume"))
-    given = {"recipe": record.recipe, "overrides": body.overrides, "folder": str(service.folder(record))}
-    recipe = Recipe.from_json((await checked(service, request, plan=False, **given))["recipe"])
+    recipe = await _changed(service, request, record, body.overrides)
     if record.state not in ENDED:
         if recipe != Recipe.model_validate(record.recipe):
             detail = f"run {record.id!r} is {record.state}; its recipe can change when it has ended"
@@ -148,6 +147,15 @@ async def resume_run(service: Service, request: web.Request, path: RunPath, body
         await asyncio.to_thread(_set_newer_aside, service.folder(record), recipe, body.start_version)
         await service.index(record.id).put(CHECKPOINT_REPORTED, str(body.start_version))
     return await _view(service, await service.registry.reopen(record, recipe))
+
+
+async def _changed(service: Service, request: web.Request, record: RunRecord, overrides: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a run with ``overrides``, checked as that of a run that goes on."""
+    folder = str(service.folder(record))
+    checked_recipe = await checked(
+        service, request, plan=False, recipe=record.recipe, overrides=overrides, folder=folder
+    )
+    return Recipe.from_json(checked_recipe["recipe"])
 
 
 def _start(folder: Path, recipe: Recipe, version: int | None) -> checkpoint.Checkpoint | None:
@@ -188,8 +196,7 @@ async def scale_run(service: Service, request: web.Request, path: RunPath, body:
     number that the recipe or this service does not allow is refused. A run that is resumed begins with its recipe's."""
     record = await service.registry.get(path.run)
     overrides = overrides_of(Recipe.model_validate(record.recipe), body.rollout)
-    folder = str(service.folder(record))
-    await checked(service, request, plan=False, recipe=record.recipe, overrides=overrides, folder=folder)
+    await _changed(service, request, record, overrides)
     await request_scale(service.index(record.id), body.rollout)
     return await _view(service, record)
 

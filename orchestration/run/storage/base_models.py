@@ -27,6 +27,14 @@ Files = Mapping[str, FileDigest]
 log = structlog.get_logger()
 
 
+class BaseModelDiffers(RunError):
+    """The folder that an override of ``key`` names is not the base model of the run; ``wrong`` says why."""
+
+    def __init__(self, key: str, wrong: str, fix: str) -> None:
+        super().__init__(f"{key}: {wrong}; {fix}")
+        self.key, self.wrong, self.fix = key, wrong, fix
+
+
 def record_beside(recipe: Recipe, out: Path) -> None:
     """Begin to write what is in the folders of the base models of ``recipe``, in a thread, where it is not known yet."""
     if wanted := {path for _, path in sources(recipe)} - _recorded(out).keys():
@@ -70,7 +78,7 @@ def refuse_missing(recipe: Recipe, out: Path, moved: Collection[str]) -> None:
 
 def moved(before: Recipe, overrides: Mapping[str, Any], out: Path) -> set[str]:
     """Returns the keys in ``overrides`` that name another folder with the files of the one before, and records that. Raises
-    RunError where the files differ, or are not known."""
+    BaseModelDiffers where the files differ, or are not known."""
     known, found = _recorded(out), set[str]()
     for key, old in sources(before):
         new = overrides.get(key)
@@ -81,7 +89,9 @@ def moved(before: Recipe, overrides: Mapping[str, Any], out: Path) -> set[str]:
             continue
         files = known.get(old) or _present(Path(old), key, folder)
         if wrong := difference(folder, files):
-            raise RunError(f"{key}: {folder} is not {old} elsewhere: {wrong}; give the folder that the run began with")
+            raise BaseModelDiffers(
+                key, f"{folder} is not {old} elsewhere: {wrong}", "give the folder that the run began with"
+            )
         known[str(folder)] = files
         found.add(key)
     if found:
@@ -92,9 +102,10 @@ def moved(before: Recipe, overrides: Mapping[str, Any], out: Path) -> set[str]:
 def _present(old: Path, key: str, new: Path) -> Files:
     if old.is_dir():
         return digests_of(old, model_files(old))
-    raise RunError(
-        f"{key}: {new} cannot be compared with {old}, which is not there, and whose files the run has not recorded; put the "
-        f"folder back, or link to it: `ln -s {new} {old}`"
+    raise BaseModelDiffers(
+        key,
+        f"{new} cannot be compared with {old}, which is not there, and whose files the run has not recorded",
+        f"put the folder back, or link to it: `ln -s {new} {old}`",
     )
 
 

@@ -283,7 +283,6 @@ def test_math_verify_is_imported_for_expressions_alone() -> None:
     assert out.split() == ["1.0", "False"]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "text",
     [
@@ -305,11 +304,16 @@ def test_math_verify_is_imported_for_expressions_alone() -> None:
         r"\prod_{i=1}^{999} i^{i^{i}}",
     ],
 )
-def test_an_answer_that_is_too_large_to_compute_is_not_computed(text: str) -> None:
+def test_an_answer_that_is_too_large_to_compute_is_not_computed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One operation of large integers holds the whole process, past any time limit."""
-    pytest.importorskip("math_verify")
-    began = time.monotonic()
+    math_verify = pytest.importorskip("math_verify")
+    computed: list[str] = []
+    monkeypatch.setattr(math_verify, "parse", lambda latex, **_: computed.append(latex) or [])
     score("exact_number", [rf"\boxed{{{text}}}"], [{"answer": 1}])
-    assert time.monotonic() - began < 20
+    assert computed == []
+
+
+def test_small_powers_and_factorials_are_computed() -> None:
+    pytest.importorskip("math_verify")
     assert scores("exact_number", [r"\boxed{2^{10} + \sqrt{16} + \binom{10}{3}}"], [1148]) == [1.0]
     assert scores("exact_number", [r"\boxed{\frac{6!}{3! \cdot 2!}}"], [60]) == [1.0]
