@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -20,10 +21,14 @@ EVENTS_AT_ONCE = 500
 class Events(Calls):
     """Write and read the run's event stream."""
 
-    async def emit(self, event: EventData) -> None:
-        """Append ``event``, with the time of this moment."""
+    async def emit(self, event: EventData, documents: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Append ``event``, with the time of this moment. ``documents`` of the run (see :meth:`Index.put`) that say that it
+        was emitted are written in the same transaction: a process that is killed has done both or neither."""
         fields = {"kind": event.kind, **stamped(event)}
-        await self._redis.xadd(f"{self.prefix}events", fields, maxlen=EVENTS_KEPT, approximate=True)
+        added = [part for field in fields.items() for part in field]
+        events = ("XADD", f"{self.prefix}events", "MAXLEN", "~", EVENTS_KEPT, "*", *added)
+        written = [("SET", f"{self.prefix}doc:{name}", value) for name, value in documents.items()]
+        await self._link.send_all([("MULTI",), events, *written, ("EXEC",)] if written else [events])
 
     async def continue_events(self, after: str) -> None:
         """Give the events that follow greater ids than ``after``, also where the clock is behind it: the server counts on

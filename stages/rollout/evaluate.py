@@ -167,8 +167,8 @@ async def evaluate_once(index: Index, evaluator: Evaluator, version: int, due: i
 async def record(index: Index, event: EvaluationEvent, due: int, every: int) -> None:
     """Emit ``event``, of the evaluation that was due at version ``due``; its version is not evaluated again."""
     missed = max(0, (due - 1) // every - await newest_evaluated(index) // every)
-    await index.emit(replace(event, due=None if due == event.version else due, missed=missed))
-    await index.put(EVALUATED, str(event.version))
+    event = replace(event, due=None if due == event.version else due, missed=missed)
+    await index.emit(event, {EVALUATED: str(event.version)})
 
 
 def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:

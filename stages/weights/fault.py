@@ -90,5 +90,4 @@ async def raise_alarm(index: Index, worker: str, version: int, failed: ProbeFail
         look=look,
         worker=worker,
     )
-    await index.emit(alarm)
-    await index.put(key, str(version))
+    await index.emit(alarm, {key: str(version)})

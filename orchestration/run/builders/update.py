@@ -122,7 +122,7 @@ class UpdateJob(Job):
         if found is not None and found.path != self.paths.start:
             if found.version > int(await self.index.get(CHECKPOINT_REPORTED) or 0):
                 await self._push(found)
-                await self._report(found, requested=False)  # its writer was killed before it could emit the event
+                await self._report(found)  # its writer was killed before it could emit the event
             await self.index.release_steps(found.version)
         self.stage = Update(
             self.dock,
@@ -212,9 +212,7 @@ class UpdateJob(Job):
                         await asyncio.to_thread(CheckpointStore(self.paths.url).fetch_staged, partial)
                 written = await asyncio.to_thread(checkpoint.finish, folder, self.tokenizer, version, point, keep)
                 await self._push(written, keep)
-            await self._report(written, bool(request), exposed, time.monotonic() - began)
-            if request:
-                await self.index.put(CHECKPOINT_WRITTEN, request)
+            await self._report(written, request, exposed, time.monotonic() - began)
             await self.index.release_steps(version)
 
         self._saving = asyncio.ensure_future(complete())
@@ -249,13 +247,13 @@ class UpdateJob(Job):
         """What was begun ends, so that nothing writes beside a next process of this worker."""
         await asyncio.gather(self._saving, self._writer.close(), return_exceptions=True)
 
-    async def _report(self, written: Checkpoint, requested: bool, exposed: float = 0.0, seconds: float = 0.0) -> None:
+    async def _report(self, written: Checkpoint, request: str = "", exposed: float = 0.0, seconds: float = 0.0) -> None:
         event = CheckpointEvent(
             version=written.version,
             path=str(written.path),
-            requested=requested,
+            requested=bool(request),
             exposed_seconds=exposed,
             seconds=seconds,
         )
-        await self.index.emit(event)
-        await self.index.put(CHECKPOINT_REPORTED, str(written.version))
+        answered = {CHECKPOINT_WRITTEN: request} if request else {}
+        await self.index.emit(event, {CHECKPOINT_REPORTED: str(written.version), **answered})

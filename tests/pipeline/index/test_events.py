@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from pipeline.index.client import Index
 from tests.any_event import AnyEvent
 
@@ -21,3 +23,16 @@ async def test_the_past_comes_in_pages_and_has_two_ends(index: Index) -> None:
     await index._redis.xtrim(f"{index.prefix}events", maxlen=2, approximate=False)
     assert await index.event_ends() == (rest[-2].id, rest[-1].id)
     assert await index.past_events(first[0].id) == rest[-2:], "what is there begins behind what was asked for"
+
+
+async def test_who_reads_an_event_finds_the_documents_that_were_written_with_it(index: Index) -> None:
+    """A process that is killed has written both or neither."""
+    reader = Index(index.url, index.run)
+    last = "0"
+    for number in range(100):
+        emitting = asyncio.create_task(index.emit(AnyEvent(kind="step", data={"number": number}), {"a:b": str(number)}))
+        (event,) = await reader.events(last, timeout=30)
+        assert await reader.get("a:b") == str(event.data["number"]) == str(number)
+        last = event.id
+        await emitting
+    await reader.close()
