@@ -95,7 +95,10 @@ def serve(url: str, data: str, parent: Connection) -> None:
         from api.server.app import build_app, listen, reduce_collections
         from api.server.service import Settings
 
-        settings, registry = Settings(data=Path(data), port=0, runs=0, rate=1e6, burst=10**6), Registry(url)
+        settings, registry = (
+            Settings(data=Path(data), port=0, runs=0, rate=1e6, burst=10**6, no_token=True),
+            Registry(url),
+        )
         _, where = await listen(build_app(settings, registry), settings)
         reduce_collections()
         parent.send(where)

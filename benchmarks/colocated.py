@@ -46,7 +46,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "colocated": {"launch": {"placement": "colocated"}, "sync": {"prefetch": False}},
     "colocated, prefetch": {"launch": {"placement": "colocated"}},
 }
-SECONDS = "ASYNCDOCK_REWARD_SECONDS"
+SECONDS = "BENCHMARK_REWARD_SECONDS"
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ class Walk:
         return "\n".join([*lines, f"| **all of it** | | **{sum(seconds for *_, seconds in self.steps):.1f}** |"])
 
 
-def curl(*arguments: str) -> str:
-    command = ["curl", "--silent", "--show-error", "--fail-with-body", *arguments]
+def curl(header: Path, *arguments: str) -> str:
+    command = ["curl", "--silent", "--show-error", "--fail-with-body", "--header", f"@{header}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
         sys.exit(f"curl {' '.join(arguments)}: {done.stdout}{done.stderr}")
@@ -85,14 +85,14 @@ def served(bin_: Path, folder: Path, walk: Walk) -> Iterator[str]:
             server.wait(SECONDS)
 
 
-def watched_with_curl(url: str, run: str, walk: Walk) -> list[str]:
+def watched_with_curl(header: Path, url: str, run: str, walk: Walk) -> list[str]:
     """The names of the events until the run's end, as curl prints them."""
     path = f"/v1/runs/{run}/metrics/stream"
-    command = ["curl", "--silent", "--no-buffer", f"{url}{path}"]
+    command = ["curl", "--silent", "--no-buffer", "--header", f"@{header}", f"{url}{path}"]
     reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert reader.stdout is not None
-        with walk.step("its first optimizer step is seen", f"curl -N $URL{path}"):
+        with walk.step("its first optimizer step is seen", f"curl -N $URL{path} -H @my-service/authorization"):
             line_of(reader, "event: step")
         kinds = ["step"]
         with walk.step("the run has ended", "(the same)"):
@@ -106,7 +106,7 @@ def watched_with_curl(url: str, run: str, walk: Walk) -> list[str]:
         reader.wait()
 
 
-def seen_in_a_browser(url: str, run: str, walk: Walk) -> None:
+def seen_in_a_browser(bin_: Path, url: str, run: str, walk: Walk) -> None:
     """The dashboard shows the run's name."""
     from selenium import webdriver
     from selenium.webdriver.support.ui import WebDriverWait
@@ -117,8 +117,11 @@ def seen_in_a_browser(url: str, run: str, walk: Walk) -> None:
         options.add_argument(argument)
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
     try:
-        with walk.step("the dashboard shows it", "open $URL in a browser"):
-            driver.get(url)
+        with walk.step("the dashboard shows it", "asyncdock link, and open what it prints in a browser"):
+            link = subprocess.run(
+                [bin_ / "asyncdock", "link", "--server", url], capture_output=True, text=True, check=True
+            )
+            driver.get(link.stdout.strip())
             WebDriverWait(driver, SECONDS).until(
                 lambda page: run in page.page_source and "running" in page.find_element("tag name", "body").text
             )
@@ -150,14 +153,15 @@ def main() -> None:
             subprocess.run(pip, cwd=clone, check=True)
         with served(bin_, clone, walk) as url:
             body = json.dumps({"recipe_name": options.recipe, "overrides": {"train.steps": options.steps}})
-            typed = f"curl $URL/v1/runs --json '{body}'"
+            header = clone / "my-service" / "authorization"
+            typed = f"curl $URL/v1/runs -H @my-service/authorization --json '{body}'"
             with walk.step("the run is submitted", typed):
-                run = json.loads(curl("--header", "Content-Type: application/json", "--data", body, f"{url}/v1/runs"))
+                run = json.loads(curl(header, "--json", body, f"{url}/v1/runs"))
             if options.browser:
-                seen_in_a_browser(url, run["id"], walk)
-            kinds = watched_with_curl(url, run["id"], walk)
-            with walk.step("it is asked how it went", f"curl $URL/v1/runs/{run['id']}"):
-                ended = json.loads(curl(f"{url}/v1/runs/{run['id']}"))
+                seen_in_a_browser(bin_, url, run["id"], walk)
+            kinds = watched_with_curl(header, url, run["id"], walk)
+            with walk.step("it is asked how it went", f"curl $URL/v1/runs/{run['id']} -H @my-service/authorization"):
+                ended = json.loads(curl(header, f"{url}/v1/runs/{run['id']}"))
         if ended["state"] != "finished" or kinds[-1] != "end":
             sys.exit(f"the run is {ended['state']} ({ended['reason']}), and its stream ended with {kinds[-1]!r}")
         print(f"\n{walk.table()}\n")

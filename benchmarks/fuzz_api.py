@@ -39,7 +39,7 @@ phases.coverage.enabled = false
 """
 # Streams and long polls last as long as they are read: their own tests read them.
 ENDLESS = ("/v1/runs/{run}/metrics/stream",)
-FUZZED = ("--require-token", "--rate", "1000000", "--max-waiting", "1000000")
+FUZZED = ("--rate", "1000000", "--max-waiting", "1000000")
 
 
 @dataclass

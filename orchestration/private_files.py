@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 import structlog
 
@@ -13,20 +14,35 @@ from orchestration.disk import replacing
 log = structlog.get_logger()
 
 # A folder with one of these entries belongs to a service or an agent.
-SERVICE_NAMES = {"server.lock", "service.lock", "service.json", "agent.lock", "index", "runs", "cache"}
+SERVICE_NAMES = {"server.lock", "service.lock", "service.json", "agent.lock", "authorization", "index", "runs", "cache"}
+
+
+# The umask of a run's processes, by launch.readers.
+MASKS = {"owner": 0o077, "group": 0o027, "all": 0o022}
+
+
+def keep_from_others(readers: str = "owner") -> None:
+    """Have what this process and its children create be read by ``readers`` alone, as launch.readers has it."""
+    os.umask(MASKS[readers])
 
 
 class NotPrivate(ValueError):
-    """A folder cannot be made private; the message has the reason and the fix."""
+    """A folder or a file is not private, or cannot be made so; the message has the reason and the fix."""
 
 
 def private_folder(path: Path) -> None:
     """Create the folder ``path`` with mode 0700, or set this mode. Raises NotPrivate when the folder or a file in it belongs
-    to another user, or when the folder is not a service's."""
+    to another user, or when the folder is not a service's. Root may use another user's folder, as a container does with one
+    of its host, but not one that this user can have put in root's way, as in /tmp."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     found, user = path.stat(), os.geteuid()
     mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid != user and user != 0:
+    if path.is_symlink() and (linked_by := path.lstat().st_uid) not in (0, user):
+        raise NotPrivate(
+            f"data: {path} is a link that user {linked_by} made, and this process runs as user {user}; give the folder "
+            f"itself, by --data"
+        )
+    if found.st_uid != user and (user != 0 or _is_shared(path)):
         raise NotPrivate(
             f"data: {path} belongs to user {found.st_uid}, who can read what is put there, and this process runs as user "
             f"{user}; give a folder of its own, for example --data {path / 'service'}"
@@ -59,6 +75,33 @@ def write_private(path: Path, text: str) -> None:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def read_private(path: Path) -> str:
+    """Return the text of the file ``path``. Raises OSError, and NotPrivate as :func:`open_private`."""
+    with open_private(path) as file:
+        return file.read().decode()
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open the file ``path`` to read it, without following a link. Raises OSError, and NotPrivate unless it is a plain file
+    with one name that belongs to this user and that nobody else can read or write."""
+    file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # noqa: SIM115
+    found = os.fstat(file.fileno())  # of the open file, which cannot be replaced between check and read
+    mode = stat.S_IMODE(found.st_mode)
+    is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+    if is_plain and found.st_uid == os.geteuid() and not mode & 0o077:
+        return file
+    file.close()
+    raise NotPrivate(
+        f"{path} has mode {mode:03o}, belongs to user {found.st_uid} and has {found.st_nlink} names; it must be a plain "
+        f"file of user {os.geteuid()} alone; run `chmod 600 {path}` as its owner, or remove it"
+    )
+
+
+def _is_shared(path: Path) -> bool:
+    """Whether every user may create entries in a folder that leads to ``path``."""
+    return any(stat.S_IMODE(parent.stat().st_mode) & 0o002 for parent in path.resolve().parents)
 
 
 def read_by_others(path: Path) -> str:

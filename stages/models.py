@@ -11,6 +11,7 @@ a path       a directory in Hugging Face format
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -29,7 +30,6 @@ from safetensors.torch import save_file
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -43,12 +43,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.compat.extras import extra
 from pipeline.locks import locked
-from stages.weight_files import WeightFiles, in_one_dtype, materialize, open_skeleton
+from stages.prompts.files import PromptError
+from stages.weight_files import WeightFiles, in_one_dtype, materialize, open_skeleton, read_config, without_own_code
 from stages.weights.manifest import verify_part
 
 Tokenizer = PreTrainedTokenizerBase
 
 MADE_FROM_SEED = ("tiny", "tiny-moe")
+ADAPTER = "adapter_config.json"
 TINY_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 +-*/=.,:?"
 """What the tokenizer of ``tiny`` and ``tiny-moe`` can spell; anything else becomes its unknown token."""
 
@@ -60,6 +62,10 @@ class ModelNotFound(FileNotFoundError):
     """No model has this source. The message has the source and the command that installs it."""
 
 
+class TokenizerFailed(PromptError):
+    """A model's tokenizer cannot read or write a text, by its own fault. The message names its file."""
+
+
 def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTrainedModel, Tokenizer]:
     """Load the model ``source`` with weights of ``dtype`` on the CPU, in eval mode, and its tokenizer.
 
@@ -69,7 +75,13 @@ def load_model(source: str, *, dtype: torch.dtype, seed: int) -> tuple[PreTraine
     if source in MADE_FROM_SEED:
         return tiny_model(seed, dtype, source).eval(), tiny_tokenizer()
     if (opened := model_skeleton(source, dtype=dtype)) is None:
-        model = AutoModelForCausalLM.from_pretrained(model_folder(source), dtype=dtype, local_files_only=True).eval()
+        folder = model_folder(source)
+        if (folder / ADAPTER).exists():  # transformers would load the model that it names instead
+            raise ModelNotFound(f"model: {folder} has an {ADAPTER}; give the whole model, without it")
+        with without_own_code(folder):
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+            ).eval()
         return in_one_dtype(model, dtype), load_tokenizer(source)
     model, files = opened
     materialize(model, torch.device("cpu"))
@@ -99,7 +111,7 @@ def weight_shapes(source: str) -> dict[str, tuple[int, ...]]:
 def empty_model(source: str) -> PreTrainedModel:
     """Make the model ``source`` on the device ``meta``, without weights. Raises :class:`ModelNotFound`."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(load_config(source))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(load_config(source), trust_remote_code=False)
     return model
 
 
@@ -156,14 +168,53 @@ def load_tokenizer(source: str) -> Tokenizer:
     """Load the tokenizer of the model ``source``. Raises :class:`ModelNotFound`."""
     if source in MADE_FROM_SEED:
         return tiny_tokenizer()
-    return AutoTokenizer.from_pretrained(model_folder(source), local_files_only=True)
+    folder = model_folder(source)
+    try:
+        with without_own_code(folder):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except BaseException as error:
+        _refuse_panic(error, folder)
+        raise
+    return _with_errors(tokenizer, folder)
+
+
+def _with_errors(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+    """Returns ``tokenizer``, whose calls raise TokenizerFailed where the library panics."""
+    kind = type(tokenizer)
+
+    def raising(call: Any) -> Any:
+        @functools.wraps(call)
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            try:
+                return call(*arguments, **options)
+            except BaseException as error:
+                _refuse_panic(error, folder)
+                raise
+
+        return wrapped
+
+    calls = ("__call__", "encode", "decode", "batch_decode")
+    body: dict[str, Any] = {name: raising(getattr(kind, name)) for name in calls}
+    body |= {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    tokenizer.__class__ = type(kind.__name__, (kind,), body)  # its files name its class
+    return tokenizer
+
+
+def _refuse_panic(error: BaseException, folder: Path) -> None:
+    """Raises TokenizerFailed for a panic of the library tokenizers. It is no Exception: a file of a model would end the
+    process."""
+    if type(error).__name__ == "PanicException":
+        raise TokenizerFailed(
+            f"{folder / 'tokenizer.json'} has a tokenizer that fails on a text ({error!s:.200}); correct its expressions, "
+            "or use another model"
+        ) from None
 
 
 def load_config(source: str) -> PretrainedConfig:
     """Load the config of the model ``source``, without weights. Raises :class:`ModelNotFound`."""
     if source in MADE_FROM_SEED:
         return _tiny_config(source)
-    return AutoConfig.from_pretrained(model_folder(source), local_files_only=True)
+    return read_config(model_folder(source))
 
 
 def is_ready(source: str) -> bool:
@@ -193,7 +244,9 @@ def tiny_model(seed: int, dtype: torch.dtype = torch.float32, source: str = "tin
     same weights. ``source``: one of ``MADE_FROM_SEED``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(_tiny_config(source), dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            _tiny_config(source), dtype=torch.float32, trust_remote_code=False
+        )
     torch.nn.Module.to(model, dtype)
     return model
 
@@ -285,13 +338,15 @@ def _convert(gguf: Path, target: Path) -> None:
     draft = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
     try:
         source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
-        quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, **source, dtype=torch.float32)
+        quantised = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, **source, dtype=torch.float32, trust_remote_code=False
+        )
         # transformers refuses to save a model with a quantisation config; the weights are not quantised any more.
         quantised.config.__dict__.pop("quantization_config", None)
         plain = type(quantised)(quantised.config)
         plain.load_state_dict(quantised.state_dict())
         plain.save_pretrained(draft)
-        AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(draft)
+        AutoTokenizer.from_pretrained(gguf.parent, **source, trust_remote_code=False).save_pretrained(draft)
         draft.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
         draft.rename(target)
     finally:

@@ -11,9 +11,12 @@ of a mapping count as the process's memory once they are read.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -33,6 +36,37 @@ from transformers.core_model_loading import (
 )
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+
+class NeedsOwnCode(ValueError):
+    """A model's folder names Python code in it that would have to be run to load it."""
+
+
+@contextmanager
+def without_own_code(folder: Path) -> Iterator[None]:
+    """Raises NeedsOwnCode where transformers refuses the model in ``folder`` because code in it would have to be run."""
+    try:
+        yield
+    except UnpicklingError as error:
+        names = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"that name {names[1]}" if names else "that are damaged"
+        raise NeedsOwnCode(
+            f"{folder} has pickled weights {what}, and tensors alone are read of such files; save the model as safetensors "
+            "where it comes from"
+        ) from None
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise NeedsOwnCode(
+            f"{folder} needs code of its own (`auto_map` in its config or tokenizer), which is never run; use a model of a "
+            "kind that transformers has, and save it with that"
+        ) from None
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """Returns the config of the model in ``folder``. Raises NeedsOwnCode, and what transformers raises."""
+    with without_own_code(folder):
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 class WeightFiles:
@@ -105,11 +139,11 @@ def open_skeleton(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, We
     ``dtype``, and saved buffers on the device ``meta``, and the files to read them from. Returns None for a checkpoint that
     is not read this way: without safetensors, quantised, or not exactly with the weights of its config."""
     files = _files(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_config(folder)
     if not files or getattr(config, "quantization_config", None) is not None:
         return None
     with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config))
+        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     stored = {key: _Stored(shape) for key, shape in _shapes(files)}
     # transformers converts and renames what it is given; on the device meta that takes no memory.
     model, found = kind.from_pretrained(None, config=config, state_dict=stored, dtype=dtype, output_loading_info=True)
@@ -174,6 +208,9 @@ def _files(folder: Path) -> dict[str, Path]:
     """Returns the safetensors file of each tensor, by the tensor's name; empty where there are none."""
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())
+        for file in set(index["weight_map"].values()):
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"model: {folder / INDEX} names {file!r:.100}, which is no file beside it")
         return {key: folder / file for key, file in index["weight_map"].items()}
     if not (folder / WEIGHTS).is_file():
         return {}

@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -86,10 +86,11 @@ def asyncdock() -> list[str]:
     return [sys.executable, "-P", "-m", "tests.command"]
 
 
-def fork_server(preload: Sequence[str] = PRELOADED) -> ForkServer:
-    """What ``ForkServer.start`` returns, with the imports made where a process of the tests listens."""
+def fork_server(preload: Sequence[str] = PRELOADED, environment: Mapping[str, str] | None = None) -> ForkServer:
+    """What ``ForkServer.start`` returns, with the imports made where a process of the tests listens. What its children show
+    in /proc is then of that process, and not ``environment``."""
     if preload is not PRELOADED or ADDRESS not in os.environ:
-        return _start(preload)
+        return _start(preload, environment)
     ours, theirs = _socketpair()
     settings = {"path": [path for path in sys.path if path], "threads": os.environ.get("OMP_NUM_THREADS")}
     with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:

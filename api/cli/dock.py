@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Group, RenderableType
 
+from api.cli.folder.foreign import run_folder
 from api.cli.options import JsonOption
 from api.cli.output import print_json, refuse, table
 from api.terminal.screen import safe_console
@@ -27,7 +28,9 @@ MOST_VALUES = 24  # of a row's column that are shown
 
 dock_app = typer.Typer(help="Look into the sample flow of a run that is alive.", no_args_is_help=True)
 
-RunDir = Annotated[Path | None, typer.Argument(metavar="[RUN_DIR]", help="The folder of a run that is alive.")]
+RunDir = Annotated[
+    Path | None, typer.Argument(metavar="[RUN_DIR]", callback=run_folder, help="The folder of a run that is alive.")
+]
 UrlOption = Annotated[str, typer.Option("--index", metavar="URL", help="The index, instead of RUN_DIR.")]
 RunOption = Annotated[str, typer.Option("--run", metavar="ID", help="The run's id in that index.")]
 
@@ -110,9 +113,11 @@ def _with_dock(run_dir: Path | None, index: str, run: str, read: Callable[[Any],
 
         try:
             where = json.loads((run_dir / WHERE).read_text())
+            index, run = str(where["index"]), str(where["run"])
         except OSError:
             refuse(f"run: {run_dir} is not the folder of a run that is alive; or give --index and --run")
-        index, run = where["index"], where["run"]
+        except (ValueError, LookupError, TypeError) as error:
+            refuse(f"run: {run_dir / WHERE} is damaged ({error!r:.100}); give --index and --run")
     if not index or not run:
         refuse("run: give the folder of a run that is alive, or both --index URL and --run ID")
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from orchestration.processes.forkserver import ForkServer
+    from orchestration.recipe.schema import Recipe
     from orchestration.run.run import Run, RunResult
 
 LAST_EVENTS_SECONDS = 5.0  # how long the view waits for the last events after the run has ended
@@ -37,8 +38,10 @@ LAST_EVENTS_SECONDS = 5.0  # how long the view waits for the last events after t
 
 def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json: bool, plain: bool) -> int:
     """Execute the run that ``create`` returns. Returns the exit code; ends the command when the run cannot be created."""
+    from orchestration.private_files import keep_from_others
     from orchestration.run.run import RunError, RunLocked
 
+    keep_from_others()
     try:
         run = create()
     except RunLocked as locked:
@@ -47,19 +50,28 @@ def create_and_show(create: Callable[[], Run], forks: ForkServer | None, *, json
         refuse(f"out: the folder of the run cannot be written ({error}); give one with room and permission, by --out")
     except (RunError, ValueError) as error:
         refuse(error)
+    keep_from_others(run.recipe.launch.readers)
     run.forks = forks
     gc.freeze()
     gc.enable()
     return show_run(run, json=json, plain=plain)
 
 
-def new_folder(runs: Path, name: str) -> Path:
-    """Create a folder below ``runs`` with a unique name: ``name``, the time, and a number where two start in one second."""
-    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+def new_folder(runs: Path, recipe: Recipe) -> Path:
+    """Create the folder of a run below ``runs`` with a unique name: that of ``recipe``, the time, and a number where two
+    start in one second. Its mode is that of ``launch.readers``."""
+    from orchestration.private_files import MASKS
+
+    name = f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    mode = 0o777 & ~MASKS[recipe.launch.readers]
+    if not runs.exists():
+        runs.mkdir(parents=True)
+        runs.chmod(mode)
     for number in itertools.count(1):
         folder = runs / (name if number == 1 else f"{name}-{number}")
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
+            folder.chmod(mode)
             return folder
         except FileExistsError:
             if not folder.is_dir():  # `runs` itself is a file

@@ -6,6 +6,7 @@
     serve, agent   a service, and the process that executes its runs (api.cli.service)
     deploy         the policy of a run on Ray Serve (api.cli.service.deploy)
     runs, login    the runs of a service, over REST (api.cli.service.runs)
+    link           a link that signs a browser in to a service (api.cli.service.link)
     why            what a run waits for at this moment (api.cli.service.why)
     checkpoint     whether checkpoints are as they were written (api.cli.folder.checkpoint)
     dock, track    the samples of a live run (api.cli.dock); its events in TensorBoard, MLflow or W&B (api.cli.track)
@@ -35,6 +36,7 @@ from api.cli.dock import dock_app
 from api.cli.error_log import errors_in_words
 from api.cli.exit_codes import FAILED, FINISHED
 from api.cli.folder.checkpoint import checkpoint_app
+from api.cli.folder.foreign import refuse_anothers, run_folder
 from api.cli.local_run import create_and_show, fork_server, new_folder, original_folder
 from api.cli.options import EventsOption, FromOption, JsonOption, PlainOption, SetOption
 from api.cli.output import print_json, refuse
@@ -43,6 +45,7 @@ from api.cli.plan import add_plan_commands
 from api.cli.recipe_files import RecipeArgument, description, find, load, stored
 from api.cli.service.agent import agent_command, host_command
 from api.cli.service.deploy import deploy_command
+from api.cli.service.link import link_command
 from api.cli.service.runs import login, logout, runs_app
 from api.cli.service.serve import serve_command
 from api.cli.service.token import token_app
@@ -95,21 +98,28 @@ def run(
         loaded = load(path, set_, here / (out or "runs"))
         from orchestration.run.run import Run
 
-        folder = (lambda: here / out) if out else (lambda: new_folder(here / "runs", loaded.name))
+        folder = (lambda: here / out) if out else (lambda: new_folder(here / "runs", loaded))
         raise typer.Exit(create_and_show(lambda: Run.create(loaded, folder()), forks, json=as_json, plain=plain))
 
 
 @app.command()
 def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run that did not finish.")],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR", callback=run_folder, help="The folder of a run that did not finish."),
+    ],
     set_: SetOption = None,
     start_version: FromOption = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Also where the folder is another user's: run what its recipe names.")
+    ] = False,
     as_json: EventsOption = False,
     plain: PlainOption = False,
 ) -> None:
     """Go on from the newest checkpoint of the run in RUN_DIR, with other keys if --set says so."""
     run_dir = run_dir.resolve()
     run_dir = run_dir.parent if run_dir.name == "recipe.json" else run_dir
+    refuse_anothers(run_dir, trust)
     with original_folder(run_dir), fork_server() as forks:
         from orchestration.run.run import Run
 
@@ -262,6 +272,7 @@ app.command("serve")(serve_command)
 add_plan_commands(plan_app)
 app.add_typer(plan_app, name="plan")
 app.command("why")(why_command)
+app.command("link")(link_command)
 app.command()(login)
 app.command()(logout)
 

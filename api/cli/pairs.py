@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from api.cli.folder.foreign import run_folder
 from api.cli.output import refuse
 from api.terminal.screen import write
 from orchestration.disk import refusal
@@ -14,7 +15,9 @@ from orchestration.streams import NO_ROOM
 
 
 def pairs_command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run, which may go on.")],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", callback=run_folder, help="The folder of a run, which may go on.")
+    ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="A name that ends in .jsonl or .parquet.")],
     margin: Annotated[
         float, typer.Option(min=0.0, help="Least difference of the two rewards. 0: all that differ.")

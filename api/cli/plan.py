@@ -16,6 +16,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from api.cli.folder.foreign import run_folder
 from api.cli.local_run import create_and_show, fork_server, original_folder
 from api.cli.options import JsonOption, PlainOption, SetOption
 from api.cli.output import print_json, refuse, table
@@ -48,7 +49,8 @@ def plan_run(
     recipe: RecipeArgument,
     set_: SetOption = None,
     costs: Annotated[
-        Path | None, typer.Option("--costs", metavar="RUN_DIR", help="Use the costs measured in this run.")
+        Path | None,
+        typer.Option("--costs", metavar="RUN_DIR", callback=run_folder, help="Use the costs measured in this run."),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=0, help="Optimizer steps. Default: the recipe's.")] = 0,
     hardware: Annotated[
@@ -142,7 +144,7 @@ def plan_profile(
 
 
 def plan_what_if(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, finished or running.")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", callback=run_folder, help="A run, finished or running.")],
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -138,7 +138,7 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
         from stages.models import load_config
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(load_config(recipe.model.source))
+            model = AutoModelForCausalLM.from_config(load_config(recipe.model.source), trust_remote_code=False)
         try:
             cuts(model, layout.tp)
         except ValueError as error:

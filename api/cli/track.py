@@ -13,15 +13,18 @@ from typing import Annotated
 import typer
 
 from api.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
+from api.cli.folder.foreign import run_folder
 from api.cli.output import refuse
-from api.client.credentials import DEFAULT_SERVER, KeyringError, find_token
+from api.client.credentials import DEFAULT_SERVER, KeyringError
 from api.terminal.screen import write
 from orchestration.disk import refusal
 from orchestration.streams import NO_ROOM
 
 
 def track_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run; with --server, a run's id.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", callback=run_folder, help="The folder of a run; with --server, a run's id.")
+    ],
     to: Annotated[str, typer.Option(metavar="TRACKER", help="tensorboard, mlflow or wandb.")] = "tensorboard",
     into: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Its files. Default: TRACKER in the run's folder.")
@@ -63,7 +66,7 @@ async def _from_server(run: str, to: str, into: Path, server: str) -> int:
     from api.telemetry.trackers import TRACKERS, track
 
     try:
-        async with Client(server, find_token(server)) as client:
+        async with Client(server) as client:
             recipe = (await client.run(run)).recipe
             return await track(lambda after: client.events(run, after=after), run, into, TRACKERS[to], recipe)
     except ServiceError as error:

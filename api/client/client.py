@@ -29,6 +29,7 @@ from pydantic import BaseModel, ValidationError
 from api.client.credentials import DEFAULT_SERVER
 from api.client.errors import NotFound, ServiceError, Unreachable
 from api.client.transport import Answer, Message, OnRetry, Retries, Transport
+from api.schemas.login import LinkView
 from api.schemas.runs import (
     CheckedRecipe,
     CheckpointsView,
@@ -80,6 +81,10 @@ class Client(Transport):
     async def check(self, recipe: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> CheckedRecipe:
         """What a run of ``recipe`` (as for :meth:`submit`) would be, or all of its errors. Starts nothing."""
         return await self._post(CheckedRecipe, "/v1/recipes/check", submission(recipe, overrides))
+
+    async def login_link(self) -> LinkView:
+        """A code that signs a browser in once, with what this client's token may: ``SERVER/#login=CODE``."""
+        return await self._post(LinkView, "/v1/login/links")
 
     # --- runs
 
@@ -383,6 +388,7 @@ class SyncClient:
     recipes = _blocking(Client.recipes)
     recipe = _blocking(Client.recipe)
     check = _blocking(Client.check)
+    login_link = _blocking(Client.login_link)
     submit = _blocking(Client.submit)
     runs = _iterating(Client.runs)
     run = _blocking(Client.run)

@@ -1,6 +1,9 @@
-"""Tokens by server, in ``~/.config/asyncdock/tokens.json``, which only its owner can read.
+"""Which token a client sends to a server.
 
-asyncdock login ──▶ remember ──▶ tokens.json (mode 600) ──▶ find_token ◀── ASYNCDOCK_TOKEN, which comes first
+    the caller's ─▶ ASYNCDOCK_TOKEN ─▶ what `asyncdock login` has kept ─▶ that of a service of this user here ─▶ none
+                                       tokens.json, mode 600              orchestration.service.own_services
+
+Only the last one is looked up at each request: it is sent for as long as that service listens, and to nobody afterwards.
 """
 
 from __future__ import annotations
@@ -11,10 +14,16 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from orchestration.service.own_services import OwnService, find_service
+
 DEFAULT_SERVER = "http://127.0.0.1:8765"  # the default address of `asyncdock serve`
 SERVER_VARIABLE = "ASYNCDOCK_SERVER"
 TOKEN_VARIABLE = "ASYNCDOCK_TOKEN"
 PORTS = {"http": 80, "https": 443}
+
+
+class ServiceGone(ConnectionError):
+    """A service of this user has ended; its token is sent to nobody."""
 
 
 class KeyringError(RuntimeError):
@@ -37,9 +46,56 @@ def server_key(server: str) -> str:
     return f"{parts.scheme}://{host}:{parts.port or PORTS.get(parts.scheme)}{parts.path.rstrip('/')}"
 
 
+class Credential:
+    """The token for ``server``: ``token``, else the one that is found. Raises :class:`KeyringError`."""
+
+    def __init__(self, server: str, token: str | None = None) -> None:
+        self.server, self._token = server, token
+        self._is_fixed = token is not None  # by the caller, the environment or the file
+        self._service: OwnService | None = None
+
+    def find(self) -> tuple[str, str | None]:
+        """Return the address to ask, and the token to send there, if there is one. Of a service of this user the address has
+        a number. Raises ServiceGone when there was such a service, and it does not listen now."""
+        if not self._is_fixed:
+            self._token = os.environ.get(TOKEN_VARIABLE) or _read(keyring_file()).get(server_key(self.server))
+            self._is_fixed = True
+        if self._token is not None:
+            return self.server, self._token
+        if self._service is not None and self._service.listens:
+            return self._service.url, self._service.token
+        before, self._service = self._service, find_service(self.server)
+        if self._service is not None:
+            if before is not None:
+                before.close()
+            return self._service.url, self._service.token
+        self._service = before
+        if before is not None:
+            raise ServiceGone(f"the service of this user that was at {before.url} does not listen")
+        return self.server, None
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.close()
+
+
 def find_token(server: str) -> str | None:
-    """The token for ``server``: from the environment, else from the file, else None. Raises :class:`KeyringError`."""
-    return os.environ.get(TOKEN_VARIABLE) or _read(keyring_file()).get(server_key(server))
+    """The token for ``server``: from the environment, else what `asyncdock login` has kept, else that of a service of this
+    user on this machine, else None. Raises :class:`KeyringError`."""
+    credential = Credential(server)
+    try:
+        return credential.find()[1]
+    finally:
+        credential.close()
+
+
+def token_source(server: str) -> str:
+    """Return in words where the token for ``server`` comes from; "" when there is none. Raises :class:`KeyringError`."""
+    if os.environ.get(TOKEN_VARIABLE):
+        return f"the token in {TOKEN_VARIABLE}"
+    if server_key(server) in _read(keyring_file()):
+        return "the token that `asyncdock login` kept"
+    return "the token of your service there" if find_token(server) else ""
 
 
 def remember(server: str, token: str) -> Path:

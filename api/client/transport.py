@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from yarl import URL
 
-from api.client.credentials import DEFAULT_SERVER
+from api.client.credentials import DEFAULT_SERVER, Credential, ServiceGone
 from api.client.errors import NotAsyncDock, ServiceError, Unreachable, problem_from
 
 FIRST_WAIT, LONGEST_WAIT = 0.25, 15.0  # seconds between attempts: the first wait, and the longest one
@@ -58,9 +58,10 @@ class Message(NamedTuple):
 class Transport:
     """Sends requests to ``server`` (``http://HOST:PORT`` or ``https://…``, with a path where a proxy adds one).
 
-    ``token``: a bearer token, needed unless the service listens on loopback only. ``timeout``: seconds for one attempt at a
-    call. ``patience``: seconds for which a call, or a stream that has lost its connection, is repeated before it raises; 0
-    means one attempt. ``on_retry``: called with each failure that leads to another attempt, and the seconds until then.
+    ``token``: a bearer token; by default the one that commands use (:mod:`api.client.credentials`). ``timeout``: seconds for
+    one attempt at a call. ``patience``: seconds for which a call, or a stream that has lost its connection, is repeated
+    before it raises; 0 means one attempt. ``on_retry``: called with each failure that leads to another attempt, and the
+    seconds until then.
     A transport belongs to the event loop in which it is first used.
     """
 
@@ -76,7 +77,7 @@ class Transport:
         if token is not None and not re.fullmatch(r"[\x21-\x7e]+", token):
             raise ValueError("token: is empty, or holds a space, a line end or another character that no token has")
         self.server, self.timeout, self.patience, self.on_retry = checked_server(server), timeout, patience, on_retry
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._credential = Credential(self.server, token)
         self._session: aiohttp.ClientSession | None = None  # belongs to the event loop in which it is first used
 
     def __repr__(self) -> str:
@@ -91,6 +92,7 @@ class Transport:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+        self._credential.close()
 
     async def send(
         self,
@@ -147,10 +149,13 @@ class Transport:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends a request once, and yields a successful answer before its body is read. Raises ServiceError."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, cookie_jar=aiohttp.DummyCookieJar())
+            self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         given = {name: str(value) for name, value in (query or {}).items() if value is not None and value != ""}
-        url = URL(self.server + path, encoded=True).with_query(given)
         try:
+            server, token = self._credential.find()
+            if token is not None:
+                options["headers"] = {**(options.get("headers") or {}), "Authorization": f"Bearer {token}"}
+            url = URL(server + path, encoded=True).with_query(given)
             # Redirects are not followed: the token and the recipe are for this server alone.
             async with self._session.request(method, url, allow_redirects=False, **options) as answer:
                 if answer.status < 300:
@@ -161,6 +166,8 @@ class Transport:
                     raise NotAsyncDock(f"{self.server} redirects {path} to {to}; give the address that answers itself")
                 problem = problem_from(answer.status, answer.reason or "", answer.content_type, await answer.read())
                 problem.retry_after = retry_after(answer.headers.get("Retry-After"), time.time())
+                # A server that begins to listen lets its token be found a moment later.
+                problem.is_temporary |= answer.status == 401 and self._credential.find() != (server, token)
                 raise problem
         except aiohttp.ClientConnectorCertificateError as error:
             why = f"its certificate is not trusted ({error.certificate_error})"
@@ -173,6 +180,8 @@ class Transport:
             raise Unreachable(self.server, f"no answer within {limit.total or limit.sock_read:g} s") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise Unreachable(self.server, _reason(error)) from None
+        except ServiceGone as gone:
+            raise Unreachable(self.server, str(gone)) from None
         except aiohttp.ClientError as error:
             raise NotAsyncDock(f"{self.server} does not answer as a web server ({error}); check the address") from None
 

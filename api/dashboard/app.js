@@ -1,6 +1,7 @@
 /* The page: which view is shown, who is signed in, whether the events come.
  *
  *    #/ ──▶ the newest run (where there is room; a phone shows the list)    #/new ──▶ the form    #/runs/ID ──▶ that run
+ *    #login=CODE ──▶ the session of a link, which works once
  */
 
 import { announce, element, say } from "./element.js";
@@ -10,6 +11,7 @@ import { Service } from "./service.js";
 import { Start } from "./pages/start.js";
 
 const CONNECTION = { connecting: "Connecting…", live: "Live", waiting: "Connecting again…", ended: "Ended", refused: "Not connected" };
+const CODE = /^#login=([\w-]+)$/; // of a link that signs in
 const MANY = "(min-width: 900px)"; // list and run beside each other
 
 class App {
@@ -27,12 +29,24 @@ class App {
       event.preventDefault();
       (this.main.querySelector("h1") ?? this.main).focus();
     });
-    window.addEventListener("hashchange", () => this.go(true));
+    window.addEventListener("hashchange", () => (CODE.test(location.hash) ? this.begin() : this.go(true)));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.page?.restyle?.());
     matchMedia(MANY).addEventListener("change", () => this.go(false));
   }
 
-  begin() {
+  async begin() {
+    const [, code] = CODE.exec(location.hash) ?? [];
+    if (code) {
+      history.replaceState(null, "", "#/"); // a reload does not ask again
+      try {
+        await this.service.signIn(code);
+      } catch (problem) {
+        if (!this.service.token) return this.signIn(problem);
+        history.replaceState(null, "", "#/link");
+        this.put({ element: notice("This link does not sign in", `${problem.message} This browser is signed in already.`) });
+        return this.runs.load(); // which asks for a token where that has ended
+      }
+    }
     this.out.hidden = !this.service.token;
     this.runs.load();
     this.go(false);
@@ -103,9 +117,11 @@ class App {
 
   // ── the token ──
 
-  signIn() {
-    if (this.main.querySelector("#token")) return;
-    const had = this.service.token;
+  /** The form for a token. `problem`: why a link did not do. */
+  signIn(problem = null) {
+    if (this.main.querySelector("#token") && !problem) return;
+    const refused = this.service.bySession ? "This sign-in has ended: the server was started anew, or the token was revoked." : "The server does not accept this token.";
+    const why = problem ? problem.message : this.service.token && refused;
     this.service.token = "";
     this.out.hidden = true;
     this.runs.stop();
@@ -125,8 +141,9 @@ class App {
         },
       },
       element("h1", { tabindex: "-1" }, "Sign in"),
-      had ? element("p", { class: "wrong", role: "alert" }, "The server does not accept this token.") : null,
-      element("p", { id: "token-says", class: "quiet" }, "This server wants a token. An operator makes one with ", element("code", {}, "asyncdock token create"), ". It is kept until this tab is closed."),
+      why ? element("p", { class: "wrong", role: "alert" }, why) : null,
+      element("p", {}, "Where you run the service, ", element("code", {}, "asyncdock link"), " prints a link that signs this browser in."),
+      element("p", { id: "token-says", class: "quiet" }, "Or give a token, which its operator makes with ", element("code", {}, "asyncdock token create"), ". It is kept until this tab is closed."),
       element("label", { class: "field", for: "token" }, element("span", {}, "Token"), input),
       element("div", { class: "buttons" }, element("button", { type: "submit", class: "primary" }, "Sign in")),
     );
@@ -135,8 +152,8 @@ class App {
     input.focus();
   }
 
-  signOut() {
-    this.service.token = "";
+  async signOut() {
+    await this.service.signOut();
     this.runs.show([], "", false);
     this.begin();
   }
@@ -157,7 +174,7 @@ function welcome() {
       element("p", {}, "A run trains a model by a recipe. The one called mock needs no model and shows all of this in seconds."),
       element("p", {}, element("a", { class: "button primary", href: "#/new" }, "New run")),
       element("p", { class: "quiet" }, "or from a shell:"),
-      element("pre", {}, `curl -X POST ${location.origin}/v1/runs -H 'Content-Type: application/json' \\\n     -d '{"recipe_name": "mock"}'`),
+      element("pre", {}, `asyncdock runs start mock --server ${location.origin}`),
     ),
   );
 }

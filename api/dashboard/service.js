@@ -1,6 +1,7 @@
 /* The service as this page knows it: calls, problems, the token. */
 
-const KEY = "asyncdock.token";
+const KEY = "asyncdock.token"; // a token that was typed: of this tab. The session of a link: of all tabs, until the server ends.
+const SESSION = "adock-session_";
 
 /** An answer other than success: RFC 9457, with the field, its value and the fix where there is one. */
 export class Problem extends Error {
@@ -30,16 +31,31 @@ export class Service {
   }
 
   get token() {
-    return sessionStorage.getItem(KEY) ?? "";
+    return sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "";
   }
 
   set token(token) {
-    if (token) sessionStorage.setItem(KEY, token);
-    else sessionStorage.removeItem(KEY);
+    for (const storage of [sessionStorage, localStorage]) storage.removeItem(KEY);
+    if (token) (token.startsWith(SESSION) ? localStorage : sessionStorage).setItem(KEY, token);
+  }
+
+  get bySession() {
+    return this.token.startsWith(SESSION);
+  }
+
+  /** Sign in with the code of a link, which works once. */
+  async signIn(code) {
+    this.token = (await this.json("v1/login", { method: "POST", body: { code }, isSigningIn: true })).token;
+  }
+
+  /** Sign out. The server forgets a session; where it does not answer, the session ends by its time. */
+  async signOut() {
+    if (this.bySession) await this.json("v1/login", { method: "DELETE", isSigningIn: true }).catch(() => {});
+    this.token = "";
   }
 
   /** The response of a call that succeeded; raises Problem for any other. `path` has no leading slash. */
-  async fetch(path, { method = "GET", query = {}, body, headers = {}, signal } = {}) {
+  async fetch(path, { method = "GET", query = {}, body, headers = {}, signal, isSigningIn = false } = {}) {
     const asked = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value != null));
     const url = `${path}${asked.size ? `?${asked}` : ""}`;
     const sent = { Accept: "application/json", ...headers };
@@ -64,7 +80,7 @@ export class Service {
     if (Number.isFinite(date)) this.skew = Math.abs(date - Date.now()) < 2000 ? 0 : (date - Date.now()) / 1000;
     if (response.ok) return response;
     const problem = await response.json().catch(() => ({}));
-    if (response.status === 401) this.onUnauthorized();
+    if (response.status === 401 && !isSigningIn) this.onUnauthorized();
     throw new Problem(response.status, problem);
   }
 

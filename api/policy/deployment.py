@@ -55,7 +55,7 @@ class PolicyDeployment:
         if model is None and (request.method, path) != ("GET", "/v1/models"):
             raise HTTPProblem(404, "There is nothing at this path.", kind="no-such-path")
         scope = "run" if model else "read"
-        await allowed(self._tokens, request.headers, scope, needed=self._settings.tokens_needed)  # type: ignore[arg-type]
+        token = await allowed(self._tokens.find, request.headers, scope, needed=self._settings.tokens_needed)  # type: ignore[arg-type]
         if model is None:
             models = ModelsView(data=[ModelView(id=self._run, created=0, owned_by="asyncdock")])
             return Response(models.model_dump_json(), media_type=JSON)
@@ -69,7 +69,7 @@ class PolicyDeployment:
             asked = model.model_validate_json(bytes(body), strict=True)
         except pydantic.ValidationError as error:
             raise invalid_request(422, errors_of(error)) from None
-        parts = respond(self._policies, asked)
+        parts = respond(self._policies, asked, token.id)
         return StreamingResponse(_with_first(await anext(parts), parts), media_type=asked.media_type)
 
 

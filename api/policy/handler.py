@@ -1,11 +1,12 @@
 """The handler of requests to served policies, wherever it is hosted.
 
-request ──▶ prompts ──▶ an engine ──▶ tokens ──▶ choices ──▶ what is new of one: an event of a stream
-                                                     └──▶ at the end, all of all of them: one answer
+request ──▶ prompts ──▶ its turn at an engine ──▶ tokens ──▶ choices ──▶ what is new of one: an event of a stream
+            (texts.py)   (rows.py)                               └──▶ at the end, all of all of them: one answer
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import re
@@ -14,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import structlog
 import torch
@@ -28,13 +29,15 @@ from api.schemas.completions import (
     ChatText,
     Choice,
     CompletionLogprobs,
-    CompletionRequest,
     Request,
     TokenLogprob,
     Usage,
 )
 from api.server.problems import HTTPProblem, problem_of
+from orchestration.policy.rows import Item, shared
 from orchestration.policy.served import Policies, ServedPolicy
+from orchestration.policy.texts import TextRefused
+from orchestration.processes.confined import TurnsFull
 from stages.engines.protocols import (
     BoundedEngine,
     Completion,
@@ -47,22 +50,29 @@ from stages.engines.protocols import (
     StreamingEngine,
     Token,
 )
+from stages.models import TokenizerFailed
 
 log = structlog.get_logger()
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
 UNLIKELY = -9999.0
+MOST_TOKENS = 1 << 20  # of all choices of one request: an answer is kept until its client has read it
+MOST_LOGPROBS = 1 << 17  # of all tokens of one request, with those of the likeliest ones: about a kilobyte each
+AT_ONCE = 64  # tokens that are decoded before other requests get their turn
+LONG = 2000  # tokens and likeliest ones of an answer that is written in a thread
 
 
-async def respond(policies: Policies, request: Request) -> AsyncGenerator[bytes, None]:
-    """Yield the body of the answer to ``request``: JSON, or server-sent events where it asks for a stream. Raises
-    HTTPProblem; after the first event an error is an event, too."""
+async def respond(policies: Policies, request: Request, owner: str = "") -> AsyncGenerator[bytes, None]:
+    """Yield the body of the answer to ``request``: JSON, or server-sent events where it asks for a stream. ``owner``: the id
+    of its token, which has a share of the engine. Raises HTTPProblem; after the first event an error is an event, too."""
     begun = False
     try:
-        async with policies.use(request.model) as policy, aclosing(_Responder(policy, request).parts()) as parts:
+        async with (
+            policies.use(request.model) as policy,
+            aclosing(_Responder(policy, request, owner).parts()) as parts,
+        ):
             async for part in parts:
-                text = part.model_dump_json(exclude_unset=True)
-                yield f"data: {text}\n\n".encode() if request.stream else text.encode()
+                yield b"data: " + part + b"\n\n" if request.stream else part
                 begun = True
     except Exception as error:
         problem = _failure(error)
@@ -76,6 +86,11 @@ async def respond(policies: Policies, request: Request) -> AsyncGenerator[bytes,
 def _failure(error: Exception) -> Exception:
     """Returns ``error``, or of an engine's the problem that it is for the client."""
     match error:
+        case TokenizerFailed():
+            log.error("a tokenizer failed", exc_info=error)
+            return HTTPProblem(422, f"{error}.", kind="generation", fix="give another text, or ask for another model")
+        case TurnsFull():
+            return problem_of(error)
         case ResponseFailed():
             log.error("a response failed", exc_info=error)
             detail = f"The response failed in the engine, which goes on with others: {error.__cause__!r}."
@@ -90,32 +105,32 @@ def _failure(error: Exception) -> Exception:
 class _Responder:
     """The answer of ``policy`` to one request. Raises HTTPProblem for a request that it cannot serve."""
 
-    def __init__(self, policy: ServedPolicy, request: Request) -> None:
+    def __init__(self, policy: ServedPolicy, request: Request, owner: str) -> None:
         self._policy, self._request, self._tokenizer = policy, request, policy.tokenizer
+        self._owner, self._prompts = owner, list[list[int]]()
         self._chat = isinstance(request, ChatRequest)
+        self._given = [] if isinstance(request, ChatRequest) else _several(request.prompt)
         if isinstance(request, ChatRequest):
-            self._prompts, self._has_logprobs = self._chat_prompt(request), bool(request.logprobs)
-            self._alternatives = request.top_logprobs or 0
+            self._has_logprobs, self._alternatives = bool(request.logprobs), request.top_logprobs or 0
         else:
-            self._prompts, self._has_logprobs = self._given_prompts(request), request.logprobs is not None
-            self._alternatives = request.logprobs or 0
+            self._has_logprobs, self._alternatives = request.logprobs is not None, request.logprobs or 0
         if self._alternatives and not self._has_logprobs:
             raise _refused("top_logprobs comes with logprobs alone.", "top_logprobs", "set logprobs to true")
         self._each = request.n or 1  # choices of a prompt
-        if not all(self._prompts):
-            raise _refused("A prompt has no tokens.", "messages" if self._chat else "prompt", "give a text")
-        if (choices := len(self._prompts) * self._each) > MOST_CHOICES:
+        if (choices := (len(self._given) or 1) * self._each) > MOST_CHOICES:
             raise _refused(f"These are {choices} choices.", "n", f"ask for at most {MOST_CHOICES} in one request")
         self._params, self._pieces = self._sampling(), Pieces(self._tokenizer)
+        self._refuse_many_tokens(choices)
         pieces = self._pieces if self._has_logprobs else None
         self._choices = [ChoiceText(number, self._tokenizer, pieces, self._params.stop) for number in range(choices)]
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._head: dict[str, Any] = {"object": kind if self._chat else "text_completion", "model": request.model}
         self._head |= {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time())}
 
-    async def parts(self) -> AsyncGenerator[AnswerView, None]:
-        """Yield the whole answer, or its parts as tokens are made."""
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        """Yield the whole answer as JSON, or its parts as tokens are made."""
         made, options = 0, self._request.stream_options
+        self._prompts = await self._read_prompts()
         async with self._policy.engines.engine(mixed=bool(self._request.mix_versions)) as engine:
             pinned = None if self._request.mix_versions else engine.version
             async with aclosing(self._items(engine)) as items:
@@ -123,29 +138,49 @@ class _Responder:
                     choice = self._choices[item.group * self._each + item.place]
                     if choice.reason:
                         continue  # the engine ends at a stop string a little later than the text
-                    new = choice.add(item)
+                    new = await self._added(choice, item)
                     made += len(new)
                     if any(pinned not in (None, token.version) for token in new):
                         raise RuntimeError(f"an answer of version {pinned} has tokens of another one: {new}")
                     if self._request.stream and (choice.text or choice.reason):
-                        yield self._part([choice])
+                        yield await self._part([choice])
                     if all(one.reason for one in self._choices):
                         break
         asked = sum(map(len, self._prompts))
         usage = Usage(prompt_tokens=asked, completion_tokens=made, total_tokens=asked + made)
         if not self._request.stream:
-            yield self._part(self._choices, usage=usage)
+            yield await self._part(self._choices, usage=usage)
         elif options and options.include_usage:
-            yield self._part([], usage=usage)
+            yield await self._part([], usage=usage)
 
-    def _items(self, engine: RolloutEngine) -> AsyncGenerator[Token | Completion, None]:
+    async def _added(self, choice: ChoiceText, item: Item) -> list[Token]:
+        """Add ``item`` to ``choice``. A response that comes at once is decoded in pieces, between which others go on."""
+        if not isinstance(item, Completion):
+            return choice.add(item)
+        added, tokens = list[Token](), item.tokens()[choice.tokens :]
+        for number, token in enumerate(tokens[:-1]):
+            added += choice.add(token)
+            if choice.reason:
+                return added
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)
+        return added + choice.add(item)
+
+    async def _items(self, engine: RolloutEngine) -> AsyncGenerator[Item, None]:
         groups = self._groups(engine)
+        with self._policy.engines.rows_of(engine).claim(self._owner, len(self._choices)) as claim:
+            async with aclosing(shared(lambda part: self._started(engine, part), claim, groups)) as items:
+                async for item in items:
+                    yield item
+
+    def _started(self, engine: RolloutEngine, groups: Sequence[GroupRequest]) -> Any:
+        """Submit ``groups`` to the engine. Returns the iterator of what it makes."""
         try:
             if isinstance(engine, StreamingEngine):
-                return cast("Any", engine.stream(groups, alternatives=self._alternatives))
+                return engine.stream(groups, alternatives=self._alternatives)
             if self._alternatives:
                 raise _refused("The engine has no logprobs of other tokens.", "logprobs", "ask for 0 of them")
-            return cast("Any", engine.generate(groups))
+            return engine.generate(groups)
         except ValueError as refused:
             raise _refused(str(refused), self._refused_field(str(refused)), "change it, or see /docs") from None
 
@@ -187,30 +222,57 @@ class _Responder:
             stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
         )
 
-    def _given_prompts(self, request: CompletionRequest) -> list[list[int]]:
-        given: Any = request.prompt
-        several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        return [self._tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in several]
+    def _refuse_many_tokens(self, choices: int) -> None:
+        """Raise an HTTPProblem where the answer may be too large to be kept."""
+        context, tokens = self._context, self._params.max_tokens
+        tokens = tokens if context is None else min(tokens, context)
+        field_name, most, what = "max_tokens", MOST_TOKENS, "tokens"
+        if self._has_logprobs:
+            tokens, most, what = tokens * (1 + self._alternatives), MOST_LOGPROBS, "logprobs"
+            field_name = "top_logprobs" if self._chat else "logprobs"
+        if choices * tokens > most:
+            detail = f"The answer may have {choices * tokens} {what}: {choices} choices of {tokens}."
+            fix = f"ask for at most {most} in one request, by max_tokens or n"
+            raise _refused(detail, field_name, fix)
 
-    def _chat_prompt(self, request: ChatRequest) -> list[list[int]]:
+    @property
+    def _context(self) -> int | None:
+        """Tokens of the engine's context; None where it does not say."""
+        engine = self._policy.engines.all()[-1]
+        return engine.context if isinstance(engine, BoundedEngine) else None
+
+    async def _read_prompts(self) -> list[list[int]]:
+        """Returns the tokens of each prompt. Raises HTTPProblem."""
+        field_name, texts = "messages" if self._chat else "prompt", self._policy.texts
+        try:
+            if isinstance(self._request, ChatRequest):
+                prompts = await texts.chat(self._messages(self._request), self._owner, self._context)
+            else:
+                places = [place for place, one in enumerate(self._given) if isinstance(one, str)]
+                ids = await texts.ids([self._given[place] for place in places], self._owner, self._context)
+                read = dict(zip(places, ids, strict=True))
+                prompts = [read.get(place, one) for place, one in enumerate(self._given)]
+        except TextRefused as refused:
+            raise _refused(str(refused), field_name, refused.fix, refused.value) from None
+        if not all(prompts):
+            raise _refused("A prompt has no tokens.", field_name, "give a text")
+        return prompts
+
+    def _messages(self, request: ChatRequest) -> list[dict[str, str]]:
         if self._tokenizer.chat_template is None:
             fix = "use /v1/completions, or set prompts.chat_template in the recipe"
             raise _refused("The model has no chat template.", "messages", fix)
-        messages = [{"role": one.role, "content": one.text} for one in request.messages]
-        options = {
-            "tokenize": False,
-            "add_generation_prompt": True,
-            **self._policy.recipe.prompts.chat_template_options,
-        }
-        try:
-            text = self._tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # a template is a program and may raise anything
-            raise _refused(f"The chat template refuses the messages: {error}", "messages", "see the template") from None
-        return [self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return [{"role": one.role, "content": one.text} for one in request.messages]
 
-    def _part(self, choices: Sequence[ChoiceText], **more: Any) -> AnswerView:
-        """Returns what is new of ``choices``."""
-        return AnswerView(choices=[self._view(choice) for choice in choices], **self._head, **more)
+    async def _part(self, choices: Sequence[ChoiceText], **more: Any) -> bytes:
+        """Returns what is new of ``choices`` as JSON."""
+
+        def written() -> bytes:
+            views = [self._view(choice) for choice in choices]
+            return AnswerView(choices=views, **self._head, **more).model_dump_json(exclude_unset=True).encode()
+
+        tokens = sum(choice.unsent for choice in choices) * (1 + self._alternatives)
+        return written() if tokens < LONG else await asyncio.to_thread(written)
 
     def _view(self, choice: ChoiceText) -> Choice:
         begins = choice.offset is None
@@ -282,5 +344,10 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else UNLIKELY
 
 
-def _refused(detail: str, field_name: str, fix: str) -> HTTPProblem:
-    return HTTPProblem(422, detail, kind="generation", field=field_name, fix=fix)
+def _several(prompt: Any) -> list[Any]:
+    """The prompts of a request: texts, or lists of tokens."""
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+
+
+def _refused(detail: str, field_name: str, fix: str, value: object = None) -> HTTPProblem:
+    return HTTPProblem(422, detail, kind="generation", field=field_name, value=value, fix=fix)

@@ -105,6 +105,16 @@ class ChoiceText:
         self.reason: Literal["stop", "length"] | None = None
         self.offset: int | None = None  # characters that were sent; None: nothing was
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that were added."""
+        return len(self._decoded)
+
+    @property
+    def unsent(self) -> int:
+        """The number of tokens that :meth:`take` has not returned."""
+        return len(self._placed)
+
     def add(self, item: Token | Completion) -> list[Token]:
         """Add the tokens of ``item`` that are new, up to a stop string. Returns them."""
         new = item.tokens()[len(self._decoded) :] if isinstance(item, Completion) else [item]

@@ -27,6 +27,7 @@ from orchestration.processes.handles import Process
 from orchestration.processes.starter import spawn
 
 OPTIONS_VARIABLE = "ASYNCDOCK_POLICIES"  # no command line: a URL may have a password
+OWNER = "AsyncDock-Owner"  # header: the id of the client's token
 MOST_STARTING = 4096  # requests that wait for its start
 END_SECONDS = 10.0  # for it to end, until it is killed
 IDLE_SECONDS = 600.0  # without requests, until it ends
@@ -46,12 +47,12 @@ class PolicyProcess:
         self._running = set[asyncio.Task[None]]()
 
     @contextlib.asynccontextmanager
-    async def post(self, path: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The process's answer to a request. Raises HTTPProblem."""
+    async def post(self, path: str, body: bytes, owner: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The process's answer to a request of the token with the id ``owner``. Raises HTTPProblem."""
         self._session = session = self._session or self._begin()
         self._requests += 1
         try:
-            async with session.post(path, data=body) as answer:
+            async with session.post(path, data=body, headers={OWNER: owner}) as answer:
                 yield answer
         except aiohttp.ClientError as error:
             detail = f"The process of the policies ended ({type(error).__name__}); {self._launch.log} has the reason."

@@ -18,17 +18,19 @@ from typing import Any
 from aiohttp import web
 
 from api.policy.handler import respond
-from api.policy.process import OPTIONS_VARIABLE
+from api.policy.process import OPTIONS_VARIABLE, OWNER
 from api.schemas.completions import REQUESTS, Request
 from api.server.problems import BEGAN, problems
 from orchestration import logs
+from orchestration.policy import text_worker as text_worker  # forked from this process
 from orchestration.policy.served import Policies
+from orchestration.processes.forkserver import ForkServer
 from orchestration.streams import open_outputs
 
 
 async def _answer(policies: Policies, model: type[Request], request: web.Request) -> web.StreamResponse:
     asked = model.model_validate_json(await request.read())
-    async with aclosing(respond(policies, asked)) as parts:
+    async with aclosing(respond(policies, asked, request.headers.get(OWNER, ""))) as parts:
         first = await anext(parts)
         response = web.StreamResponse(headers={"Content-Type": asked.media_type})
         request[BEGAN] = True
@@ -40,8 +42,8 @@ async def _answer(policies: Policies, model: type[Request], request: web.Request
         return response
 
 
-async def _serve(options: dict[str, Any]) -> None:
-    policies, stop = Policies(**options), asyncio.Event()
+async def _serve(options: dict[str, Any], forks: ForkServer) -> None:
+    policies, stop = Policies(**options, forks=forks), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     app = web.Application(middlewares=[problems], client_max_size=2**30)
     for path, model in REQUESTS.items():
@@ -56,9 +58,12 @@ async def _serve(options: dict[str, Any]) -> None:
         sharing.cancel()
         await runner.cleanup()
         await policies.close()
+        forks.close()
 
 
 if __name__ == "__main__":
     open_outputs()
     logs.configure()
-    asyncio.run(_serve(json.loads(os.environ[OPTIONS_VARIABLE])))
+    # Before there are threads and engines: processes that read texts have all imports, and none of the secrets.
+    made = json.loads(os.environ.pop(OPTIONS_VARIABLE))
+    asyncio.run(_serve(made, ForkServer.within()))

@@ -14,6 +14,7 @@ import errno
 import functools
 import gc
 import importlib.metadata
+import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -24,12 +25,12 @@ from aiohttp import web
 
 from api.server.access.connections import Connections, admit_connection, raise_descriptor_limit
 from api.server.access.limits import admission, secure
-from api.server.access.tokens import Tokens
+from api.server.access.tokens import Token, Tokens
 from api.server.openapi import openapi_document
 from api.server.operations import build_routes
 from api.server.problems import problems
 from api.server.recipe_checks import Checks
-from api.server.routes import dashboard, external, metrics, policies, recipes, runs, samples
+from api.server.routes import dashboard, external, logins, metrics, policies, recipes, runs, samples
 from api.server.routes import service as service_routes
 from api.server.routes.metrics import watch
 from api.server.service import DOCUMENT, INDEX_SECONDS, SERVICE, Service, Settings
@@ -37,6 +38,7 @@ from orchestration.logs import limit_repeats
 from orchestration.private_files import private_folder, read_by_others
 from orchestration.service.agent import Agent, AgentError
 from orchestration.service.index_server import ServiceIndex
+from orchestration.service.own_services import AUTHORIZATION, announced
 from orchestration.service.registry import Registry
 from pipeline.first_of import cancel_all, first_of
 from pipeline.locks import Locked, locked
@@ -44,7 +46,7 @@ from pipeline.locks import Locked, locked
 log = structlog.get_logger()
 
 # In the order of the document.
-ROUTES = (runs, recipes, samples, policies, external, metrics, service_routes, dashboard)
+ROUTES = (runs, recipes, samples, policies, external, metrics, logins, service_routes, dashboard)
 GC_THRESHOLD = (5_000, 2, 20)  # objects; collections of the youngest generation; of the middle one
 CLOSING_SECONDS = 5.0  # for open requests when the server closes
 LOCK = "server.lock"
@@ -135,9 +137,9 @@ def only_server(data: Path) -> Iterator[None]:
         yield
 
 
-async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], None]) -> None:
-    """Serve until ``stop`` is set, with an agent for ``settings.runs`` concurrent runs. Calls ``ready`` with the URL. Raises
-    ServeError."""
+async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str, str], None]) -> None:
+    """Serve until ``stop`` is set, with an agent for ``settings.runs`` concurrent runs. Calls ``ready`` with the URL and the
+    code of a login link ("": none). Raises ServeError."""
     limit_repeats()
     raise_descriptor_limit()
     with only_server(settings.data):
@@ -145,17 +147,19 @@ async def serve(settings: Settings, stop: asyncio.Event, ready: Callable[[str], 
         registry = await _connect(settings, index)
         try:
             app = build_app(settings, registry)
+            own = await _own_token(settings, app[SERVICE].tokens)
             runner, where = await listen(app, settings)
             try:
-                await _warn(settings, app[SERVICE].tokens)
-                app[SERVICE].checks.prepare()
-                reduce_collections()
-                ready(where)
-                if settings.runs:
-                    beside = [Agent(registry.link.url, settings.data, settings.runs, index=index).run(stop)]
-                else:
-                    beside = [] if index is None else [index.keep()]
-                await first_of(stop.wait(), *beside)
+                with announced(where, settings.data) if own else contextlib.nullcontext():
+                    _warn(settings)
+                    app[SERVICE].checks.prepare()
+                    reduce_collections()
+                    ready(where, app[SERVICE].logins.link(own, os.geteuid()) if own else "")
+                    if settings.runs:
+                        beside = [Agent(registry.link.url, settings.data, settings.runs, index=index).run(stop)]
+                    else:
+                        beside = [] if index is None else [index.keep()]
+                    await first_of(stop.wait(), *beside)
             except AgentError as error:
                 raise ServeError(str(error)) from None
             finally:
@@ -188,13 +192,28 @@ async def _connect(settings: Settings, index: ServiceIndex | None) -> Registry:
     return registry
 
 
-async def _warn(settings: Settings, tokens: Tokens) -> None:
-    """Log what is insecure or missing in the settings."""
+async def _own_token(settings: Settings, tokens: Tokens) -> Token | None:
+    """Return the token of the user who runs the server, which is kept in the folder of ``settings``; None where none is
+    needed, and where a deployment has made tokens for a server that others reach. Raises ServeError."""
+    try:
+        is_kept = (settings.data / AUTHORIZATION).exists()
+        if settings.no_token or (not settings.loopback and not is_kept and await tokens.list()):
+            return None
+        return (await tokens.own(settings.data))[0]
+    except OSError as error:
+        raise ServeError(f"data: the token cannot be kept in {settings.data} ({error})") from None
+
+
+def _warn(settings: Settings) -> None:
+    """Log what is insecure in the settings."""
+    if settings.no_token:
+        log.warning(
+            "no token is asked for: every user of this machine may read, start, change and delete the runs, and so "
+            "runs code as this user; without --no-token only those may who have a token"
+        )
     if not settings.loopback and settings.tls_certificate is None:
         log.warning(
             "tokens travel in the clear; give --tls-certificate and --tls-key, or put a TLS proxy in front of it"
         )
     if settings.tls_key is not None and (open_to_all := read_by_others(settings.tls_key)):
         log.warning(f"tls_key: {open_to_all}")
-    if settings.tokens_needed and not await tokens.list():
-        log.warning("no token exists yet; make one with `asyncdock token create NAME --scope admin`")

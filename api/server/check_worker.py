@@ -1,36 +1,48 @@
-"""Process that checks recipes of requests for :mod:`api.server.recipe_checks`, one at a time, read from standard input.
+"""Process that checks recipes, and simulates runs, for :mod:`api.server.recipe_checks`, one at a time.
 
-a line of JSON ──▶ accept ──▶ plan ──▶ answer       {"recipe": …, "plan": …}, or {"problem": …}
+a line of JSON on standard input ──▶ accept ──▶ plan ──▶ answer       {"recipe": …, "plan": …}, or {"problem": …}
+                                 └─▶ what-if ──▶ {"now": …, "changed": …}
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from api.schemas.runs import NamedRecipe, RecipeSubmission, WholeRecipe
+from api.schemas.runs import ForecastView, NamedRecipe, RecipeSubmission, WholeRecipe
 from api.server.access.submission_policy import accept, stored_recipe, unknown_recipe
-from api.server.problems import problem_of
+from api.server.problems import HTTPProblem, problem_of
 from api.server.service import Settings
 from orchestration import logs
+from orchestration.processes.confined import answer_questions
 from orchestration.recipe.checks.examples import example_prompts, prompt_sources
 from orchestration.recipe.planner import plan
 from orchestration.recipe.schema import Recipe
 from orchestration.streams import open_outputs
 
 LONGEST_SECONDS = 300  # of one check, after which the process ends; a server that still runs kills it long before
+MEMORY_BYTES = 2 << 30  # that one check may take
+TOO_LARGE = {
+    "problem": HTTPProblem(
+        422,
+        f"This needs more than {MEMORY_BYTES >> 20} MiB of memory.",
+        kind="too-large",
+        field="recipe",
+        fix="give a smaller recipe, and templates and prompts that need less",
+    ).details.model_dump()
+}
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Check the recipe in the ``submission`` of ``request``, a body as text; or the ``recipe`` of a run in ``folder`` that
     goes on with the ``overrides``. The request also has the server's ``settings``, and whether to return the ``plan`` and
-    example prompts too."""
+    example prompts too. With ``what_if``, the folder of a run, simulate that run as it is and with the ``overrides``."""
     try:
+        if "what_if" in request:
+            return _what_if(Path(request["what_if"]), request["overrides"])
         settings = Settings.model_validate(request["settings"])
         if "overrides" in request:
             recipe = accept(settings, request["recipe"], request["overrides"], resumed=Path(request["folder"]))
@@ -42,8 +54,23 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         examples = [asdict(example) for example in example_prompts(recipe)]
         prompts = prompt_sources(recipe)
         return {"recipe": recipe.to_json(), "plan": asdict(plan(recipe)), "prompts": prompts, "examples": examples}
+    except MemoryError:
+        return TOO_LARGE
     except Exception as error:
         return {"problem": problem_of(error).details.model_dump()}
+
+
+def _what_if(folder: Path, overrides: list[str]) -> dict[str, Any]:
+    from orchestration.simulation.recorded import NotMeasured
+    from orchestration.simulation.search import what_if
+
+    try:
+        now, changed = what_if(folder, overrides)
+    except NotMeasured as lacking:
+        fix = "ask again after some optimizer steps"
+        raise HTTPProblem(409, str(lacking).rpartition(": ")[2], kind="not-measured", fix=fix) from None
+    views = {"now": ForecastView.model_validate(now), "changed": ForecastView.model_validate(changed)}
+    return {name: view.model_dump(mode="json") for name, view in views.items()}
 
 
 def accepted(settings: Settings, submitted: WholeRecipe | NamedRecipe) -> Recipe:
@@ -61,15 +88,10 @@ def accepted(settings: Settings, submitted: WholeRecipe | NamedRecipe) -> Recipe
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # code that a recipe names may print, which must not mix with answers
-    os.nice(5)  # gives way to the service on the same core
     open_outputs()
     logs.configure()
-    for request in sys.stdin.buffer:
-        signal.alarm(LONGEST_SECONDS)
-        text = json.dumps(answer(json.loads(request)))
-        signal.alarm(0)
-        answers.write(text.encode() + b"\n")
-        answers.flush()
+    limits: dict[str, Any] = {"memory": MEMORY_BYTES, "seconds": LONGEST_SECONDS, "too_large": TOO_LARGE}
+    answer_questions(answer, sys.stdin.buffer, answers, **limits)
 
 
 if __name__ == "__main__":

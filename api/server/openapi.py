@@ -81,7 +81,10 @@ def _describe(o: Operation, references: Mapping[Any, Any], tokens: bool) -> dict
         "responses": responses,
         "security": [{"token": [o.scope]}] if o.scope and tokens else [],
     }
-    if text := inspect.getdoc(o.handler):
+    owned = (
+        "Only for the run's owner, the name of the token that submitted it, and for scope `admin`." if o.owned else ""
+    )
+    if text := " ".join(filter(None, (inspect.getdoc(o.handler), owned))):
         described["description"] = text
     if parameters := [parameter for name in PARTS[:3] if name in o.parts for parameter in _parameters(name, o)]:
         described["parameters"] = parameters

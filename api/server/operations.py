@@ -29,7 +29,7 @@ from api.schemas.runs import Strict as Strict  # the base class of request model
 from api.server.access.tokens import Scope
 from api.server.bodies import JSON, read_body, refuse_many_values
 from api.server.problems import HTTPProblem, Wrong, errors_of, invalid_request
-from api.server.service import SERVICE
+from api.server.service import PRINCIPAL, SERVICE
 
 T = TypeVar("T")
 Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
@@ -42,7 +42,7 @@ _MARK = "__operation__"
 REASONS = {
     400: "A parameter, or the form of the body, is not valid.",
     401: "A token is needed, or the one given is not valid.",
-    403: "The token's scope, or where the request comes from, does not allow it.",
+    403: "The token's scope, the run's owner, or where the request comes from, does not allow it.",
     404: "There is no such thing.",
     408: "The body took too long to arrive.",
     409: "It makes no sense in the present state.",
@@ -68,7 +68,8 @@ class Reply(Generic[T]):
 class Operation:
     """A handler and the arguments of its decorator.
 
-    ``also``: further statuses of success and their meaning. ``errors``: statuses of problems beside the general ones.
+    ``owned``: only for the owner of the run of ``path``, and for scope admin. ``also``: further statuses of success and
+    their meaning. ``errors``: statuses of problems beside the general ones.
     ``produces``: media type of an answer that is not a model. ``consumes``: media type of a body that the handler reads
     itself. ``sends``: headers of a successful answer and their meaning. ``seconds``: deadline (None:
     the server's; 0: none). ``body_limit``: bytes (None: the server's). ``body_values``: limit of values in a JSON body, ten
@@ -84,6 +85,7 @@ class Operation:
     summary: str
     tag: str
     status: int = 200
+    owned: bool = False
     also: Mapping[int, str] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
     produces: str = ""
@@ -131,6 +133,8 @@ class Operation:
             arguments = await self._arguments(request)
             try:
                 async with deadline:
+                    if self.owned:
+                        await service.refuse_others(request[PRINCIPAL], arguments["path"].run)
                     return self._response(await self.handler(service, **arguments))
             except TimeoutError:
                 if not deadline.expired():

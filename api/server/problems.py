@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from api.schemas.text import Text, sendable
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown
+from orchestration.processes.confined import TurnsFull
 from orchestration.recipe.problems import RecipeError
 from orchestration.service.registry import KeyReused, UnknownRun, WrongState
 from pipeline.index.client import IndexUnreachable
@@ -199,6 +200,9 @@ def problem_of(error: Exception) -> HTTPProblem:
             )
         case PolicyUnknown():
             return HTTPProblem(404, str(error), kind="unknown-model", field="model", fix="see GET /v1/models")
+        case TurnsFull():
+            fix = "wait until some of them are answered"
+            return HTTPProblem(429, f"{error}.".capitalize(), kind="turns", fix=fix, headers={"Retry-After": "10"})
         case PoliciesBusy():
             return HTTPProblem(503, str(error), kind="policies", field="model", headers={"Retry-After": "10"})
         case WrongState():

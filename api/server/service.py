@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from api.policy.process import PolicyProcess
+from api.server.access.addresses import client_of
+from api.server.access.logins import PREFIX, Logins
 from api.server.access.sessions import Sessions
-from api.server.access.tokens import Scope, Token, Tokens
+from api.server.access.tokens import OWN, Scope, Token, Tokens
 from api.server.external_sessions import ExternalSessions
 from api.server.problems import HTTPProblem
 from api.server.recipe_checks import Checks
@@ -28,9 +31,11 @@ from pipeline.index.client import Index
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 INDEX_SECONDS = 10.0  # for which a request waits for an index that restarts
 MOST_HELD = 2000  # requests that wait or stream, unless connections are limited to fewer
+OTHERS_SHARE = 8  # of them, one of so many is left to other tokens and addresses than one
 PRINCIPAL = web.RequestKey("principal", Token)  # the token of a request for an operation with a scope
 NO_TOKEN = "none"  # is as if no token came: clients of OpenAI's API cannot be made without one
-LOCAL = Token("local", "local", "admin", 0.0, None)  # the token of every request where none is required
+MOST_OWNERS = 10_000  # of runs that are remembered
+LOCAL = Token("local", OWN, "admin", 0.0, None)  # the token of every request where none is required
 
 
 class Settings(BaseModel):
@@ -40,8 +45,10 @@ class Settings(BaseModel):
     them. ``roots``: folders below which every path in a recipe must lie. ``recipes``: folders of stored recipes, before the
     package's. ``allow_*``: ``module:name`` that a recipe may name beside installed ones; ``allow_listen``: addresses where
     its runs may open ports, ``allow_teachers``: URLs that they may ask as teachers, ``allow_checkpoints``,
-    ``allow_clusters``: values that ``checkpoint.url`` and ``launch.address`` may have. ``hosts``: further host names (behind
-    a proxy); they require tokens.
+    ``allow_clusters``: values that ``checkpoint.url`` and ``launch.address`` may have. ``allow_networks``: reward functions
+    that may have the network in their sandbox, ``allow_environment``: variables that they may see; ``unsandboxed_code``:
+    those of ``allow_rewards`` may run without a sandbox. ``no_token``: every request is the owner's; on loopback alone.
+    ``hosts``: further host names (behind a proxy).
     ``header_seconds``: until a request's headers are complete. ``max_connections``,
     ``max_connections_per_address``: 0: derived from the limit of open files. ``rate``, ``burst``: requests of one client,
     per second and at once. ``max_waiting``: runs in the queue. ``max_workers``, ``max_arena``: limits of one recipe.
@@ -66,7 +73,10 @@ class Settings(BaseModel):
     allow_teachers: frozenset[str] = frozenset()
     allow_checkpoints: frozenset[str] = frozenset()
     allow_clusters: frozenset[str] = frozenset()
-    require_token: bool = False
+    allow_networks: frozenset[str] = frozenset()
+    allow_environment: frozenset[str] = frozenset()
+    unsandboxed_code: bool = False
+    no_token: bool = False
     hosts: tuple[str, ...] = ()
     tls_certificate: Path | None = None
     tls_key: Path | None = None
@@ -90,21 +100,40 @@ class Settings(BaseModel):
         """Whether the server can be reached from this machine only."""
         return self.host in LOOPBACK or re.fullmatch(r"127(\.\d{1,3}){3}", self.host) is not None
 
+    @model_validator(mode="after")
+    def _others_need_a_token(self) -> Self:
+        if self.no_token and (self.hosts or not self.loopback):
+            reached = (
+                f"a proxy reaches it as {self.hosts[0]}" if self.hosts else f"{self.host} is reached from elsewhere"
+            )
+            raise ValueError(
+                f"no_token: {reached}, and whoever reaches a service without tokens runs code as its user; leave "
+                f"--no-token out, or listen on 127.0.0.1 without --host-name"
+            )
+        return self
+
     @property
     def tokens_needed(self) -> bool:
-        return self.require_token or not self.loopback or bool(self.hosts)
+        return not self.no_token
 
 
-async def allowed(tokens: Tokens, headers: Mapping[str, str], scope: Scope, *, needed: bool) -> Token:
-    """Return the token of a request; LOCAL where none came and none is ``needed``. Raises an HTTPProblem (401, 403)."""
+Find = Callable[[str], Awaitable[Token | None]]
+
+
+async def allowed(find: Find, headers: Mapping[str, str], scope: Scope, *, needed: bool) -> Token:
+    """Return the token of a request, which ``find`` looks up; LOCAL where none came and none is ``needed``. Raises an
+    HTTPProblem (401, 403)."""
     kind, _, presented = headers.get("Authorization", "").partition(" ")
     kind = "" if presented == NO_TOKEN else kind
     if not kind and not needed:
         return LOCAL
-    token = await tokens.find(presented.strip()) if kind.lower() == "bearer" else None
+    token = await find(presented.strip()) if kind.lower() == "bearer" else None
     if token is None:
         wrong = "The token is not valid." if kind else "A token is needed."
-        fix = "send the header 'Authorization: Bearer TOKEN'; `asyncdock token create` makes one"
+        fix = (
+            "send the header 'Authorization: Bearer TOKEN'. The user who runs the service has it in the file "
+            "`authorization` of its folder (curl -H @FILE), and makes one for others with `asyncdock token create`"
+        )
         raise HTTPProblem(401, wrong, kind="token", fix=fix, headers={"WWW-Authenticate": 'Bearer realm="asyncdock"'})
     if not token.may(scope):
         detail = f"This needs a token of scope {scope}; the one given has scope {token.scope}."
@@ -118,7 +147,8 @@ class Service:
 
     def __init__(self, settings: Settings, registry: Registry, checks: Checks | None = None) -> None:
         self.settings, self.registry, self.tokens = settings, registry, Tokens(registry.link)
-        self.sessions = Sessions(self.tokens)
+        self.sessions, self.logins = Sessions(self.tokens), Logins(self.tokens)
+        self._owners = dict[str, str]()
         self.checks, self._owns_checks = checks or Checks(), checks is None
         self.closing = asyncio.Event()
         self.run_statuses = RunStatuses()
@@ -126,21 +156,27 @@ class Service:
         folders = {name: str(folder) for name, folder in settings.checkpoints.items()}
         options = {"index": registry.link.url, "checkpoints": folders, "most": settings.policies}
         self.policies = PolicyProcess(settings.data / "policies.log", options)
-        self.most_held, self._held = MOST_HELD, 0
+        self.most_held, self._held = MOST_HELD, Counter[str]()
 
     def index(self, run: str) -> Index:
         """Return the index of ``run``. It has no connections of its own, and need not be closed."""
         return Index(self.registry.link, run)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[bool]:
-        """Count a request that waits or streams without a deadline. Yields False when there are too many: the other
-        connections are kept for requests that are answered at once."""
-        self._held += 1
+    def held(self, request: web.Request) -> Iterator[bool]:
+        """Count a request that waits or streams without a deadline. Yields False when there are too many, of all clients,
+        of its token, or of its address: the other connections are kept for requests that are answered at once."""
+        of_one = self.most_held - self.most_held // OTHERS_SHARE
+        counted = {"": self.most_held, f"token {request[PRINCIPAL].id}": of_one}
+        counted[f"address {client_of(request.remote or '')}"] = of_one
+        self._held.update(counted.keys())
         try:
-            yield self._held <= self.most_held
+            yield all(self._held[one] <= most for one, most in counted.items())
         finally:
-            self._held -= 1
+            self._held.subtract(counted.keys())
+            for one in counted:
+                if not self._held[one]:
+                    del self._held[one]
 
     def folder(self, record: RunRecord) -> Path:
         """Return the folder of a run's files: recipe.json, checkpoints/, logs/, metrics.jsonl."""
@@ -158,7 +194,27 @@ class Service:
                 yield
 
     async def _token(self, request: web.Request, scope: Scope) -> Token:
-        return await allowed(self.tokens, request.headers, scope, needed=self.settings.tokens_needed)
+        return await allowed(self.find_token, request.headers, scope, needed=self.settings.tokens_needed)
+
+    async def find_token(self, presented: str) -> Token | None:
+        """Return the token that a request presents, itself or by a session of it; None when it is not valid."""
+        finds = self.logins.find if presented.startswith(PREFIX) else self.tokens.find
+        return await finds(presented)
+
+    async def refuse_others(self, token: Token, run: str) -> None:
+        """Raises an HTTPProblem (403) unless ``token`` has the name that owns ``run``, or the scope admin; UnknownRun."""
+        if token.may("admin"):
+            return
+        if run not in self._owners:
+            if len(self._owners) >= MOST_OWNERS:
+                self._owners.clear()
+            self._owners[run] = (await self.registry.get(run)).owner
+        owner = self._owners[run]
+        if owner != token.name:
+            whose = f"belongs to {owner!r}" if owner else "has no owner"
+            fix = f"ask {owner} to do it, or use a token of scope admin" if owner else "use a token of scope admin"
+            detail = f"Run {run!r} {whose}; the token that came is {token.name!r}'s."
+            raise HTTPProblem(403, detail, kind="owner", field="path.run", value=run, fix=fix)
 
     async def forget(self, run: str) -> None:
         """Close what is open for a deleted run."""

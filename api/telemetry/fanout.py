@@ -6,13 +6,19 @@
 
 No event is missing or sent twice between history and live: a listener joins with the id of its last event, in the turn of
 the event loop in which that is not behind the fanout, and of the next batch it gets only the events after that id.
+
+A reader that does not read costs at most MOST_UNSENT bytes: of a page of history it takes what has room, and the rest of the
+page is read again when its socket has taken that. What was freed goes back to the system once readers have left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -36,11 +42,16 @@ NOW = "$"  # as an id: from now on
 FLUSH_SECONDS = 0.05
 DELIVERIES_AT_ONCE = 25  # before other tasks get their turn: each costs a system call
 HEARTBEAT_SECONDS = 10.0
-MOST_UNSENT = 256 << 10  # bytes in the write buffer of a reader; with more it is too slow
+MOST_UNSENT = 24 << 10  # bytes in the write buffer of a reader; with more it is too slow
+EVENTS_OF_A_DELIVERY = 64  # at most: a delivery of few costs each reader a system call
+EVENTS_OF_A_WRITE = 16  # of the past, at most, of which a reader's buffer may hold some beyond its limit
 SEND_BUFFER = 64 << 10  # bytes in the kernel, where it would grow to megabytes for each reader
 CATCH_UP_SECONDS = 30.0  # for a reader to take one page of history
 CLOSE_SECONDS = 5.0  # for a reader that is closed to take the rest of its buffer
+MANY_LEFT = 50  # readers, after which what they held goes back to the system
+LEFT_SECONDS = CLOSE_SECONDS + 1.0  # without more that leave
 PAGES_AT_ONCE = 4  # of history, for all listeners of a run
+EVENTS_OF_A_PAGE = 128  # of which a slow reader takes some, and reads the others again
 LAST_EVENT_SECONDS = 5.0  # after a run's end, in which its last event may still come
 
 HEADERS = {
@@ -96,9 +107,14 @@ def _message(kind: str, data: dict[str, Any]) -> str:
 
 
 class Listener(Protocol):
-    """Receiver of a run's events. Only :meth:`catch_up` may wait."""
+    """Receiver of a run's events. Only :meth:`ready` may wait."""
 
-    async def catch_up(self, batch: Batch) -> None: ...
+    async def ready(self) -> None:
+        """Wait until it takes events of the past. Raises ConnectionError when it does not in time."""
+
+    def catch_up(self, events: Sequence[Event]) -> str:
+        """Take some of ``events`` from the first one on, at least one. Returns the id of the last one."""
+
     def deliver(self, batch: Batch) -> None: ...
     def heartbeat(self, event_id: str) -> None: ...
     def end(self, ending: Ending) -> None: ...
@@ -134,13 +150,11 @@ class Fanout:
         await self._start()
         after = self.position if after == NOW else after
         while order(after) < order(self.position):
-            position = self.position
+            position, before = self.position, after
+            await listener.ready()
             async with self._turn:
-                page = await self.history.page(after)
-            if page:
-                await listener.catch_up(Batch(page))
-                after, ending = page[-1].id, _ending_in(page, ending)
-            elif position == self.position:
+                after, ending = _caught_up(listener, await self.history.page(after, EVENTS_OF_A_PAGE), after, ending)
+            if after == before and position == self.position:
                 break  # no event lies between the two
         if (ending := self._ending or ending) is not None:
             listener.end(ending)
@@ -158,15 +172,15 @@ class Fanout:
 
     async def _replay(self, listener: Listener, after: str, ending: Ending) -> None:
         """Send the history of a run that has ended, and its end."""
-        last: Ending | None = None
-        async for page in self.history.pages(after):
-            await listener.catch_up(Batch(page))
-            after, last = page[-1].id, _ending_in(page, last)
+        last, before = None, ""
+        while after != before:
+            before = after
+            await listener.ready()
+            async with self._turn:
+                after, last = _caught_up(listener, await self.history.page(after, EVENTS_OF_A_PAGE), after, last)
         while last is None and time.time() - ending.at < LAST_EVENT_SECONDS:  # the event comes just after the fact
-            page = await self.history.wait(after, 0.5)
-            if page:
-                await listener.catch_up(Batch(page))
-                after, last = page[-1].id, _ending_in(page)
+            after, last = _caught_up(listener, await self.history.wait(after, 0.5), after, None)
+            await listener.ready()
         listener.end(ending)
 
     async def _start(self) -> None:
@@ -202,6 +216,15 @@ class Fanout:
         """Deliver to all listeners that are live now; other tasks run in between. One that joins meanwhile is past these."""
         if not events:
             return
+        for begin in range(0, len(events), EVENTS_OF_A_DELIVERY):
+            await self._deliver_some(events[begin : begin + EVENTS_OF_A_DELIVERY])
+        now = time.time()
+        for event in events:
+            self._observe_delay(now - event.time)
+        if (ending := _ending_in(events)) is not None:
+            self._end(ending)
+
+    async def _deliver_some(self, events: Sequence[Event]) -> None:
         batch, self.position = Batch(events), events[-1].id
         for number, listener in enumerate(list(self._live), 1):
             if listener in self._live:
@@ -213,11 +236,6 @@ class Fanout:
                 del self._joining[listener]
                 self._live.add(listener)
                 listener.deliver(batch.after(after))
-        now = time.time()
-        for event in events:
-            self._observe_delay(now - event.time)
-        if (ending := _ending_in(events)) is not None:
-            self._end(ending)
 
     def _end(self, ending: Ending) -> None:
         self._ending = ending
@@ -229,6 +247,23 @@ class Fanout:
             listener.drop(why, reason)
         self._live.clear()
         self._joining.clear()
+
+
+def _caught_up(
+    listener: Listener, page: Sequence[Event], after: str, ending: Ending | None
+) -> tuple[str, Ending | None]:
+    """Give ``listener`` what it takes of ``page``, the events after ``after``. Returns the id of its last event, and the
+    ending up to there; ``ending``: before ``after``."""
+    if not page:
+        return after, ending
+    last = listener.catch_up(page)
+    return last, _ending_in([event for event in page if order(event.id) <= order(last)], ending)
+
+
+def trim() -> None:
+    """Return freed memory to the system, where the C library keeps it (glibc)."""
+    if (trims := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trims(0)
 
 
 def _ending_in(events: Sequence[Event], before: Ending | None = None) -> Ending | None:
@@ -248,6 +283,7 @@ class Fanouts:
         self._make = make
         self._fanouts: dict[str, Fanout] = {}
         self._listeners: dict[Listener, Fanout] = {}
+        self._left = 0  # listeners, since memory was given back
 
     @asynccontextmanager
     async def listening(self, record: RunRecord, listener: Listener) -> AsyncIterator[Fanout]:
@@ -260,9 +296,22 @@ class Fanouts:
         finally:
             fanout.leave(listener)
             self._listeners.pop(listener, None)
+            self._left += 1
+            if self._left == MANY_LEFT:
+                asyncio.get_running_loop().call_later(LEFT_SECONDS, self._give_back, self._left)
             if fanout not in self._listeners.values() and self._fanouts.get(run) is fanout:
                 del self._fanouts[run]
                 await fanout.close()
+
+    def _give_back(self, left: int) -> None:
+        """Give the memory that listeners held back to the system, once no more leave than ``left``: allocators keep it, and
+        the objects of connections that ended refer to each other."""
+        if self._left != left:
+            asyncio.get_running_loop().call_later(LEFT_SECONDS, self._give_back, self._left)
+            return
+        self._left = 0
+        gc.collect()
+        threading.Thread(target=trim, name="trim", daemon=True).start()
 
     def __len__(self) -> int:
         """The number of listeners."""
@@ -294,18 +343,27 @@ class EventReader:
         self._transport, self._framed = transport, self._request.version >= HttpVersion11
         if (connection := transport.get_extra_info("socket")) is not None and connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        transport.set_write_buffer_limits(high=self.most // 4, low=self.most // 8)
         await self.response.write(b"retry: 2000\n\n")
 
-    async def catch_up(self, batch: Batch) -> None:
-        if self.closed.done():
-            raise ConnectionResetError("the reader has gone")
-        if payload := batch.payload(self.kinds):
-            try:
-                async with asyncio.timeout(CATCH_UP_SECONDS):
-                    await self.response.write(payload)
-            except TimeoutError:
-                self.drop("slow", f"a page of history was not taken within {CATCH_UP_SECONDS:.0f} s")
-                raise ConnectionResetError("the reader was too slow") from None
+    async def ready(self) -> None:
+        try:
+            async with asyncio.timeout(CATCH_UP_SECONDS):
+                if not self.closed.done():
+                    await self._drained()
+        except TimeoutError:
+            self.drop("slow", f"what was sent of the past was not taken within {CATCH_UP_SECONDS:.0f} s")
+        if self.closed.done() or self._transport.is_closing():
+            raise ConnectionResetError("the reader has gone, or was too slow")
+
+    def catch_up(self, events: Sequence[Event]) -> str:
+        for begin in range(0, len(events), EVENTS_OF_A_WRITE):
+            part = events[begin : begin + EVENTS_OF_A_WRITE]
+            if payload := Batch(part).payload(self.kinds):
+                self._put(payload)
+            if self._transport.is_closing() or self._transport.get_write_buffer_size() > self.most // 4:
+                break
+        return part[-1].id
 
     def deliver(self, batch: Batch) -> None:
         if payload := batch.payload(self.kinds):
@@ -323,6 +381,11 @@ class EventReader:
         if not self.closed.done():
             self._put(_message("dropped", {"reason": reason}).encode())
             self._close(why)
+
+    async def _drained(self) -> None:
+        """Wait until the socket has taken most of what was written."""
+        if (writer := self.response._payload_writer) is not None:
+            await writer.drain()
 
     def _write(self, data: bytes) -> None:
         if self.closed.done():

@@ -85,17 +85,17 @@ class History:
         """The id of the newest event in the index."""
         return (await self._index().event_ends())[1] if self._index else BEGINNING
 
-    async def page(self, after: str) -> list[Event]:
-        """The next events after ``after`` that exist now, in order and without a gap."""
+    async def page(self, after: str, count: int = EVENTS_AT_ONCE) -> list[Event]:
+        """The next events after ``after`` that exist now, at most ``count``, in order and without a gap."""
         if self._index is None:
-            return await asyncio.to_thread(read_after, self._file, after)
+            return await asyncio.to_thread(read_after, self._file, after, count)
         oldest, newest = await self._index().event_ends()
         if newest == BEGINNING or order(after) < order(oldest):
-            found = await asyncio.to_thread(read_after, self._file, after)
+            found = await asyncio.to_thread(read_after, self._file, after, count)
             older = [event for event in found if newest == BEGINNING or order(event.id) < order(oldest)]
             if older:
                 return older
-        return await self._index().past_events(after)
+        return await self._index().past_events(after, count)
 
     async def wait(self, after: str, seconds: float) -> list[Event]:
         """The next events in the index after ``after``; empty when none came within ``seconds``."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from api.telemetry.fanout import Batch, Ending, Fanouts
 from api.telemetry.totals import SHARES, RunTotals, WorkerTotals
 from orchestration.service.registry import Registry, RunRecord
-from pipeline.events import ENDED
+from pipeline.events import ENDED, Event
 from pipeline.first_of import cancel_all
 
 log = structlog.get_logger()
@@ -51,9 +51,12 @@ class RunListener:
         self.ended: float | None = None  # when, on the monotonic clock
         self.dropped = False
 
-    async def catch_up(self, batch: Batch) -> None:
-        self.deliver(batch)
+    async def ready(self) -> None:
         await asyncio.sleep(0)  # requests are answered between two pages of a long past
+
+    def catch_up(self, events: Sequence[Event]) -> str:
+        self.deliver(Batch(events))
+        return events[-1].id
 
     def deliver(self, batch: Batch) -> None:
         for event in batch.events:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from orchestration.policy.rows import Rows, spare_of
 from stages.engines.protocols import RolloutEngine
 from stages.threads import run_in_temporary_thread
 
@@ -28,16 +29,18 @@ TURN_SECONDS = 0.05  # of computing, between two pauses of engines with a share
 @dataclass(eq=False)
 class _Slot:
     engine: RolloutEngine
+    rows: Rows
     requests: int = 0
     pinned: int = 0  # of them, those that keep their version
     swapping: bool = False
 
 
 class PolicyEngines:
-    """The engines of one policy. ``make`` blocks; it is called in a thread."""
+    """The engines of one policy, of which each has room for ``max_rows`` rows, and the spare ones of them. ``make``
+    blocks; it is called in a thread."""
 
-    def __init__(self, make: MakeEngine) -> None:
-        self._make = make
+    def __init__(self, make: MakeEngine, max_rows: int = 64) -> None:
+        self._make, self._max_rows = make, max_rows
         self._begin: tuple[int, Path | None] = (0, None)  # what a second engine is made from
         self._slots: list[_Slot] = []  # the last one takes new requests
         self._changed = asyncio.Condition()
@@ -48,6 +51,10 @@ class PolicyEngines:
 
     def all(self) -> list[RolloutEngine]:
         return [slot.engine for slot in self._slots]
+
+    def rows_of(self, engine: RolloutEngine) -> Rows:
+        """The rows of ``engine``, which its requests share."""
+        return next(slot.rows for slot in self._slots if slot.engine is engine)
 
     async def open(self, version: int, checkpoint: Path | None) -> None:
         """Make the first engine, or for a new checkpoint one in the place of a free one."""
@@ -98,7 +105,8 @@ class PolicyEngines:
 
     async def _new_slot(self) -> _Slot:
         begin = self._begin
-        return _Slot(await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(*begin)))
+        made = await asyncio.to_thread(run_in_temporary_thread, lambda: self._make(*begin))
+        return _Slot(made, Rows(self._max_rows, spare_of(self._max_rows)))
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         async with self._changed:

@@ -15,7 +15,11 @@ from typing import Any
 import structlog
 
 from orchestration.policy.engines import PolicyEngines, keep_share
+from orchestration.policy.rows import spare_of
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
+from orchestration.policy.texts import PolicyTexts, Texts
+from orchestration.processes.forkserver import ForkServer
+from orchestration.recipe.model_files import PLAIN_MODELS
 from orchestration.recipe.schema import Recipe
 from orchestration.run.checkpoint import usable
 from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of, weight_reader
@@ -40,6 +44,7 @@ class ServedPolicy:
 
     recipe: Recipe
     tokenizer: Tokenizer
+    texts: PolicyTexts
     sampling: SamplingParams
     engines: PolicyEngines
     trains: bool = False
@@ -48,9 +53,18 @@ class ServedPolicy:
 class Policies:
     """The policies of the runs in the index at the URL ``index``, or of ``run`` alone, and the Hugging Face checkpoints in
     the folders ``checkpoints``, by name. Each is opened when it is asked for. At most ``most`` are open; the one that was
-    not used for longest is closed for another one."""
+    not used for longest is closed for another one. ``forks``: makes the processes that read texts (None: one of its own)."""
 
-    def __init__(self, index: str, *, run: str = "", checkpoints: Mapping[str, str], most: int = 3) -> None:
+    def __init__(
+        self,
+        index: str,
+        *,
+        run: str = "",
+        checkpoints: Mapping[str, str],
+        most: int = 3,
+        forks: ForkServer | None = None,
+    ) -> None:
+        self._texts = Texts(forks)
         self._index, self._run, self._checkpoints, self._most = index, run, checkpoints, most
         self._open: dict[str, tuple[ServedPolicy, contextlib.AsyncExitStack]] = {}  # the one used last is last
         self._requests: list[str] = []  # the models of those under way
@@ -98,7 +112,7 @@ class Policies:
         """Open the policy of ``model`` until ``stack`` is closed, and keep it at the version that is wanted."""
         name, version = parse_model(model)
         if name in self._checkpoints:
-            policy = await _policy(_recipe_of(self._checkpoints[name]), b"", stack)
+            policy = await self._policy(_recipe_of(self._checkpoints[name]), b"", stack, trusted=True)
             await policy.engines.open(0, None)
             return policy
         index = Index(self._index, name)
@@ -107,7 +121,9 @@ class Policies:
         if recipe is None or place is None:
             raise PolicyUnknown(f"run {name!r} has not begun; it has a policy when it has")
         secret, paths = (await index.get("secret") or "").encode(), RunPaths.from_json(place)
-        policy = await _policy(Recipe.from_json(recipe), secret, stack)
+        made = Recipe.from_json(recipe)
+        trusted = made.model.source in PLAIN_MODELS and not made.prompts.chat_template
+        policy = await self._policy(made, secret, stack, trusted=trusted)
         follower = _Follower(index, paths, weight_reader(policy.recipe, paths.shared, secret), policy)
         await follower.begin(version)
         following = asyncio.create_task(follower.run(swaps=version is None))
@@ -137,23 +153,32 @@ class Policies:
     async def close(self) -> None:
         for model in list(self._open):
             await self._close(model)
+        await self._texts.close()
+
+    async def _policy(
+        self, recipe: Recipe, secret: bytes, stack: contextlib.AsyncExitStack, *, trusted: bool
+    ) -> ServedPolicy:
+        """Returns the policy of ``recipe``, whose engines ``stack`` closes. ``secret``: of the run; ``trusted``: its
+        tokenizer is one of the service's owner."""
+        served, max_rows = _served_recipe(recipe), recipe.rollout.max_rows
+        engines = PolicyEngines(
+            lambda version, model: rollout_engine(served, version=version, weights=model, secret=secret), max_rows
+        )
+        stack.push_async_callback(engines.close)
+        tokenizer = await asyncio.to_thread(tokenizer_of, served)
+        texts = await asyncio.to_thread(PolicyTexts.of, self._texts, served, tokenizer, trusted=trusted)
+        return ServedPolicy(served, tokenizer, texts, sampling_of(served, tokenizer), engines)
 
 
-async def _policy(recipe: Recipe, secret: bytes, stack: contextlib.AsyncExitStack) -> ServedPolicy:
-    """Returns the policy of ``recipe``, whose engines ``stack`` closes, with an engine that has a device for itself, and the
-    filters that a request may ask for. Tokens that pad the embedding are not sampled, unless the recipe says that they are.
-    ``secret``: of the run."""
+def _served_recipe(recipe: Recipe) -> Recipe:
+    """Returns ``recipe`` with an engine that has a device for itself, spare rows, and the filters that a request may ask
+    for. Tokens that pad the embedding are not sampled, unless the recipe says that they are."""
     launch = recipe.launch.model_copy(update={"placement": "separate"})
     if recipe.model.vocabulary == "auto":
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocabulary": "tokenizer"})})
-    rollout = recipe.rollout.model_copy(update={"top_p": min(recipe.rollout.top_p, 0.99)})
-    recipe = recipe.model_copy(update={"launch": launch, "rollout": rollout})
-    engines = PolicyEngines(
-        lambda version, model: rollout_engine(recipe, version=version, weights=model, secret=secret)
-    )
-    stack.push_async_callback(engines.close)
-    tokenizer = await asyncio.to_thread(tokenizer_of, recipe)
-    return ServedPolicy(recipe, tokenizer, sampling_of(recipe, tokenizer), engines)
+    max_rows = recipe.rollout.max_rows
+    filters = {"top_p": min(recipe.rollout.top_p, 0.99), "max_rows": max_rows + spare_of(max_rows)}
+    return recipe.model_copy(update={"launch": launch, "rollout": recipe.rollout.model_copy(update=filters)})
 
 
 def _recipe_of(folder: str) -> Recipe:

@@ -35,7 +35,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from typing import IO, Any, NoReturn, cast
 
 from setproctitle import setproctitle
 
+from orchestration.processes.environment import without_secrets
 from orchestration.processes.handles import Process
 from pipeline.index.embedded import die_with_parent
 
@@ -223,13 +224,14 @@ class ForkServer:
         self.pid, self._line, self._wait, self._output, self._open = pid, line, wait, output, True
 
     @classmethod
-    def start(cls, preload: Sequence[str] = PRELOAD) -> ForkServer:
-        """Start a server process. It imports the modules ``preload`` in the background; a launch waits for it. Raises
-        ForkServerDied where fork servers are not supported."""
+    def start(cls, preload: Sequence[str] = PRELOAD, environment: Mapping[str, str] | None = None) -> ForkServer:
+        """Start a server process. It imports the modules ``preload`` in the background; a launch waits for it.
+        ``environment``: that it is started with, which its children show in /proc (default: this process's, without our
+        secrets). Raises ForkServerDied where fork servers are not supported."""
         ours, theirs = _socketpair()
         output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the server)
         with theirs:
-            process = _server_process(preload, output, theirs)
+            process = _server_process(preload, output, theirs, environment=environment)
         return cls(ours, process.pid, process.wait, output)
 
     @classmethod
@@ -478,7 +480,11 @@ def _large(end: socket.socket) -> socket.socket:
 
 
 def _server_process(
-    preload: Sequence[str], output: IO[bytes], line: socket.socket, owner: int | None = None
+    preload: Sequence[str],
+    output: IO[bytes],
+    line: socket.socket,
+    owner: int | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a server on ``line``; with ``owner`` it is a standing one. Raises ForkServerDied."""
     if sys.platform != "linux":
@@ -492,7 +498,7 @@ def _server_process(
             stderr=output,
             pass_fds=handles,
             start_new_session=True,  # it does not get Ctrl-C
-            env={**ENVIRONMENT, **os.environ},
+            env={**ENVIRONMENT, **(without_secrets(os.environ) if environment is None else environment)},
         )
     finally:
         for handle in handles[1:]:

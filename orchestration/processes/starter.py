@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -34,12 +34,16 @@ FORKSERVER, SPAWN = "forkserver", "spawn"
 
 class Starter:
     """Starts processes. ``server``: an existing fork server, which its owner closes; by default a new one is started, which
-    imports ``preload``."""
+    imports ``preload``, with ``environment`` (:meth:`ForkServer.start`)."""
 
     def __init__(
-        self, method: str = FORKSERVER, server: ForkServer | None = None, preload: Sequence[str] = PRELOAD
+        self,
+        method: str = FORKSERVER,
+        server: ForkServer | None = None,
+        preload: Sequence[str] = PRELOAD,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._preload = preload
+        self._preload, self._environment = preload, environment
         self._server, self._owns_server = server, False
         self._connection: Connection | None = None
         self._worked = server is not None
@@ -50,6 +54,7 @@ class Starter:
     async def start(self, launch: Launch, stdin: int | None = None) -> Child | Process:
         """Start a process, with the file ``stdin`` as its standard input. Raises OSError when the machine has no process or
         file descriptor left."""
+        _create(launch.log)
         while self._forks and self._server is not None:
             server = self._server
             try:
@@ -79,10 +84,16 @@ class Starter:
     def _start_server(self) -> None:
         self._worked = False
         try:
-            self._server, self._owns_server = ForkServer.start(self._preload), True
+            self._server, self._owns_server = ForkServer.start(self._preload, self._environment), True
         except ForkServerDied as died:
             log.info("each process is started as a new interpreter", reason=str(died))
             self._forks = False
+
+
+def _create(log_file: str) -> None:
+    """Create the file with the mode that this process gives files. The fork server's may be another one."""
+    with open(log_file, "ab"):
+        pass
 
 
 def spawn(launch: Launch, stdin: int | None = None) -> Process:

@@ -19,8 +19,10 @@ PLAIN_MODELS = ("tiny", "tiny-moe", "mock")  # sources without a chat template
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configs
 GENERATION = "generation_config.json"
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+PICKLED = ("pytorch_model.bin", PICKLED_INDEX)  # transformers reads tensors alone of them
+ADAPTER, TOKENIZER_CONFIG = "adapter_config.json", "tokenizer_config.json"
+TOKENIZERS = ("tokenizer.json", TOKENIZER_CONFIG, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 LARGEST_JSON = 16 * 2**20  # bytes of a config or an index
 LARGEST_HEADER = 100 * 2**20  # of a safetensors file, as its format has it
@@ -131,6 +133,7 @@ def faults(folder: Path, reading: Reading, *, weights: bool = True) -> Iterator[
     """Yield what prevents loading the model in ``folder``: of its config, its tokenizer, and its ``weights`` if needed."""
     checks = [
         _config_faults(folder),
+        _code_faults(folder),
         _tokenizer_faults(folder),
         *([_weight_faults(folder, reading)] if weights else []),
     ]
@@ -142,8 +145,31 @@ def faults(folder: Path, reading: Reading, *, weights: bool = True) -> Iterator[
 
 
 def _config_faults(folder: Path) -> Iterator[Fault]:
+    if (folder / ADAPTER).exists():
+        wrong = f"has an {ADAPTER}: it is an adapter, and its model would be looked for where that file says"
+        yield wrong, "give the whole model: peft's `merge_and_unload().save_pretrained(path)` writes it"
     if not isinstance(_json(folder / CONFIG).get("model_type"), str):
         yield f"has a {CONFIG} without model_type", SAVE.format("one")
+
+
+def _code_faults(folder: Path) -> Iterator[Fault]:
+    """What would need code that lies in ``folder``. transformers is asked only where a file names some: kinds that it has
+    itself may name code, too."""
+    names = [name for name in (CONFIG, TOKENIZER_CONFIG) if (folder / name).exists()]
+    if not any("auto_map" in _json(folder / name) for name in names):
+        return
+    from stages.models import load_tokenizer
+    from stages.weight_files import NeedsOwnCode, read_config
+
+    try:
+        read_config(folder)
+        load_tokenizer(str(folder))
+    except NeedsOwnCode:
+        code = next((path.name for path in sorted(folder.glob("*.py"))), "")
+        wrong = f"needs code of its own{f' ({code})' if code else ''}, which is never run: `auto_map` names it"
+        yield wrong, "use a model of a kind that transformers has, and save it with that"
+    except Exception:
+        return  # of the other checks
 
 
 def _tokenizer_faults(folder: Path) -> Iterator[Fault]:
@@ -164,7 +190,9 @@ def _weight_faults(folder: Path, reading: Reading) -> Iterator[Fault]:
         tensors_of = _shards(_json(folder / INDEX))
     elif (folder / WEIGHTS).exists():
         tensors_of = {WEIGHTS: []}
-    elif any((folder / name).is_file() for name in PICKLED):
+    elif any((folder / name).exists() for name in PICKLED):
+        if (folder / PICKLED_INDEX).exists():
+            _shards(_json(folder / PICKLED_INDEX), PICKLED_INDEX)
         return
     else:
         shard = next((path.name for path in sorted(folder.glob("*.safetensors"))), None)
@@ -188,17 +216,17 @@ def _weight_faults(folder: Path, reading: Reading) -> Iterator[Fault]:
             yield f"has a {name} without the tensor {absent[0]!r:.100}, which {INDEX} places there", COPY
 
 
-def _shards(index: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the tensors of each file that an index names. Raises ModelFileError."""
+def _shards(index: dict[str, Any], path: str = INDEX) -> dict[str, list[str]]:
+    """Return the tensors of each file that an index, the file ``path``, names. Raises ModelFileError."""
     names, tensors_of = index.get("weight_map"), dict[str, list[str]]()
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ModelFileError(f"has a {INDEX} without a weight_map of tensors to files")
+        raise ModelFileError(f"has a {path} without a weight_map of tensors to files")
     for tensor, name in names.items():
         tensors_of.setdefault(name, []).append(tensor)
     if outside := [name for name in tensors_of if not {"/", "\\", "\0"}.isdisjoint(name)]:
-        raise ModelFileError(f"has a {INDEX} that names {outside[0]!r:.100}, which is no file beside it")
+        raise ModelFileError(f"has a {path} that names {outside[0]!r:.100}, which is no file beside it")
     if len(tensors_of) > MOST_SHARDS:
-        raise ModelFileError(f"has a {INDEX} that names {len(tensors_of)} files")
+        raise ModelFileError(f"has a {path} that names {len(tensors_of)} files")
     return tensors_of
 
 

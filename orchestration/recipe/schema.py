@@ -213,6 +213,8 @@ class Recipe(Section):
         for section, names in PATHS.items():
             for table in (data[section], *data[section].get("sources", ())):
                 table |= {name: _absolute(table[name]) for name in names if name in table}
+        for function in data["reward"]["functions"]:
+            function["read"] = [_absolute(path) for path in function["read"]]
         if (url := self.checkpoint.url) and "://" not in url:
             data["checkpoint"]["url"] = str(Path(url).expanduser().resolve())  # a folder that the run makes
         return Recipe.model_validate(data)

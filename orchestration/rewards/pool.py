@@ -16,22 +16,24 @@ import json
 import os
 import signal
 import socket
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from orchestration.processes.environment import of_user_code
 from orchestration.processes.forkserver import Child, Launch
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import FORKSERVER, Starter
 from orchestration.recipe.schema import Recipe
+from orchestration.rewards.needs import ENTRY, found_sandbox, import_path, preload_of, sandbox_of
 from orchestration.rewards.process import LENGTH, Setup, packed
+from orchestration.sandbox.sandbox import Sandbox
 from stages.prompts.tasks import HARMLESS
 from stages.rewards.calls import Arguments, Caller, CallFailed, Scores, selected, too_slow
 from stages.rewards.registry import RewardError
 from stages.rewards.stage import ErrorPolicy, RewardSet
 
-ENTRY = "orchestration.rewards.process"
 START_SECONDS = 120.0  # to import the functions
 GRACE_SECONDS = 5.0  # in which the process of async functions reports that a call took too long, before it is ended
 END_SECONDS = 5.0  # until the exit code of a process that ended is known
@@ -40,13 +42,32 @@ ANSWER_BYTES = 16 << 20
 Takes = dict[str, tuple[list[str] | None, bool]]  # by function: its arguments (None: all), whether it is async
 
 
-def reward_pool(recipe: Recipe, log: Path) -> RewardPool | None:
-    """The pool of the reward functions that need one; None where there are none, or ``reward.processes`` is 0."""
+def reward_pool(recipe: Recipe, log: Path) -> Caller | None:
+    """The pool of the reward functions that need one, or several where they need different sandboxes; None where there are
+    none, or ``reward.processes`` is 0."""
     section = recipe.reward
-    names = [function.name for function in section.functions if function.name not in HARMLESS]
-    if not names or not section.processes:
+    if not section.processes:
         return None
-    return RewardPool(names, processes=section.processes, memory=section.memory, log=log)
+    by_sandbox: dict[Sandbox | None, list[str]] = {}
+    for function in section.functions:
+        if function.name not in HARMLESS:
+            by_sandbox.setdefault(sandbox_of(function, section.memory), []).append(function.name)
+    environment = of_user_code(os.environ, section.environment)
+    pools: dict[str, Caller] = {}
+    for number, (sandbox, names) in enumerate(by_sandbox.items()):
+        own_log = log.with_suffix(f".{number}{log.suffix}") if number else log
+        pool = RewardPool(
+            names,
+            processes=section.processes,
+            memory=section.memory,
+            log=own_log,
+            sandbox=sandbox,
+            environment=environment,
+        )
+        pools |= dict.fromkeys(names, pool)
+    if len(by_sandbox) > 1:
+        return PoolOfEach(pools)
+    return next(iter(pools.values()), None)
 
 
 def reward_set(recipe: Recipe, pool: Caller | None = None, end_tokens: Collection[int] = ()) -> RewardSet:
@@ -77,10 +98,21 @@ def scored_by(recipe: Recipe) -> tuple[str, ...]:
 
 class RewardPool(Caller):
     """Calls the functions ``names`` in ``processes`` processes, which are started as they are needed, and in one more where
-    functions are async. ``memory``: bytes of data that each may hold, 0 for no limit. ``log`` gets what functions print."""
+    functions are async. ``memory``: bytes of data that each may hold, 0 for no limit. ``log`` gets what functions print.
+    ``sandbox``: that each enters. ``environment``: that they see (default: this process's, without our own variables)."""
 
-    def __init__(self, names: Sequence[str], *, processes: int, memory: int, log: Path) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        processes: int,
+        memory: int,
+        log: Path,
+        sandbox: Sandbox | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.parallel, self._names, self._memory, self._log = processes, tuple(names), memory, log
+        self._sandbox, self._environment = sandbox, environment
         self._starter: Starter | None = None
         self._takes: Takes = {}
         self._free: list[_RewardProcess] = []
@@ -93,7 +125,12 @@ class RewardPool(Caller):
             if self._takes:
                 return
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            self._starter = Starter(FORKSERVER, preload=(ENTRY,))
+            if self._environment is None:
+                self._environment = of_user_code(os.environ, None)
+            preload = preload_of(self._names)
+            self._starter = Starter(FORKSERVER, preload=preload, environment=self._environment)
+            if self._sandbox is not None:
+                self._sandbox = await asyncio.to_thread(found_sandbox, self._names, self._sandbox)
             process = await self._start()
             self._free.append(process)
             self._takes = process.takes
@@ -162,8 +199,9 @@ class RewardPool(Caller):
     async def _start(self, *, concurrent: bool = False) -> _RewardProcess:
         """A process that has imported the functions. Raises RewardError when it cannot."""
         assert self._starter is not None, "close() was called"
-        setup = Setup(self._names, sys.path, self._memory, concurrent)
-        where = (dict(os.environ), os.getcwd(), str(self._log), "asyncdock rewards")
+        sandbox = None if self._sandbox is None else asdict(self._sandbox)
+        setup = Setup(self._names, import_path(self._names), self._memory, concurrent, sandbox)
+        where = (dict(self._environment or {}), os.getcwd(), str(self._log), "asyncdock rewards")
         ours, theirs = socket.socketpair()
         with theirs:
             child = await self._starter.start(Launch(ENTRY + ":main", [setup.to_json()], *where), theirs.fileno())
@@ -188,6 +226,27 @@ class RewardPool(Caller):
         if process is self._concurrent:
             self._concurrent = None
         await process.end()
+
+
+class PoolOfEach(Caller):
+    """Calls each function by the pool that ``pools`` has for it."""
+
+    def __init__(self, pools: Mapping[str, Caller]) -> None:
+        self._pools, self.parallel = pools, max(pool.parallel for pool in pools.values())
+
+    async def open(self) -> None:
+        for pool in {*self._pools.values()}:
+            await pool.open()
+
+    async def is_async(self, name: str) -> bool:
+        return await self._pools[name].is_async(name)
+
+    async def call(self, name: str, arguments: Arguments, timeout: float, *, alone: bool = False) -> Scores:
+        return await self._pools[name].call(name, arguments, timeout, alone=alone)
+
+    async def close(self) -> None:
+        for pool in {*self._pools.values()}:
+            await pool.close()
 
 
 class _RewardProcess:

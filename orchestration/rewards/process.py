@@ -1,6 +1,6 @@
 """A process that calls reward functions. Its standard input is a socket to the pool (:mod:`orchestration.rewards.pool`).
 
-    start: limits ─▶ import the functions ─▶ what they take ──▶ pool        message: its length in 4 bytes, then JSON
+    start: sandbox, limits ─▶ import the functions ─▶ what they take ──▶ pool    message: its length in 4 bytes, then JSON
     pool ──▶ {id, name, arguments, rows, timeout} ─▶ call ─▶ {id, scores}, or {id, error, place, misfit, last} ──▶ pool
 
 ``last``: the process has reached its limit of memory, and ends. Plain functions are called one at a time by the main thread,
@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from orchestration.sandbox.kernel import SandboxRefused
+from orchestration.sandbox.sandbox import Sandbox, enter
 from stages.rewards.calls import CallFailed, named_by, plain_scores, raised, too_slow
 from stages.rewards.registry import RewardError, RewardFunctions
 
@@ -32,12 +34,14 @@ FULL = 0.9  # of the limit of memory: a process that fails with more than this i
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process is started with. ``memory``: bytes that its data may take, 0 for no limit. ``path``: of imports."""
+    """What a process is started with. ``memory``: bytes that its data may take, 0 for no limit. ``path``: of imports.
+    ``sandbox``: fields of a :class:`~orchestration.sandbox.sandbox.Sandbox`, None for none."""
 
     names: Sequence[str]
     path: Sequence[str]
     memory: int = 0
     concurrent: bool = False
+    sandbox: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -55,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (setup.memory, setup.memory))
     sys.path[:] = setup.path
     functions = RewardFunctions()
+    try:
+        if setup.sandbox is not None:
+            enter(Sandbox(**setup.sandbox), keep=[line.fileno()])
+    except (SandboxRefused, OSError) as error:
+        return line.sendall(packed({"refused": f"the sandbox cannot be entered: {error}"}))
     try:
         found = {name: functions.find(name) for name in setup.names}
         takes = {name: (named_by(function), inspect.iscoroutinefunction(function)) for name, function in found.items()}

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from orchestration.run.storage.store import CheckpointStore, sync
+from orchestration.run.storage.store import STEP, CheckpointStore, sync
 from stages.threads import run_in_thread
 from stages.weights import manifest
 from stages.weights.manifest import STATE, FilesDamaged
@@ -94,8 +94,9 @@ class Checkpoint:
     def load_into(self, engine: TrainEngine, part: str = "") -> None:
         """Load the saved state into ``engine``, which may have other ranks than the saved one. All ranks call this, and each
         verifies the files that it reads. ``part``: :data:`CRITIC` for that of the critic. Raises CheckpointUnusable."""
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
+
+        from orchestration.run.storage import shards
 
         state = engine.state_dict()
         counts = {"version": self.version} if "version" in state else {}
@@ -103,10 +104,11 @@ class Checkpoint:
         reader = _verifying_reader(self.path, Path(part) / TRAIN)
         try:
             with _no_warning():
-                dcp.load(state, storage_reader=reader, no_dist=not _sharded(state))
+                shards.load(state, reader, no_dist=not _sharded(state))
         except (Exception, CheckpointException) as error:
             causes = list(_causes(error))
-            damaged = next((cause for cause in causes if isinstance(cause, FilesDamaged)), None)
+            named = (FilesDamaged, shards.ShardsRefused)
+            damaged = next((cause for cause in causes if isinstance(cause, named)), None)
             why = damaged or (
                 f"{self.path} cannot be loaded into the model of this run ({type(causes[-1]).__name__}: {causes[-1]}); if "
                 "model.source is not the model that the run began with, put that back"
@@ -160,12 +162,12 @@ def not_finite(state: Any, name: str = "") -> str | None:
 def _verifying_reader(folder: Path, part: Path) -> Any:
     """Returns torch's reader of the distributed checkpoint in ``part`` of the checkpoint ``folder``. Files are hashed beside
     the reading; a damaged one is reported in any case, as FilesDamaged."""
-    import torch.distributed.checkpoint as dcp
+    from orchestration.run.storage import shards
 
     def verify(names: Iterable[str]) -> None:
         manifest.verify(folder, sorted((part / name).as_posix() for name in names))
 
-    class Reader(dcp.FileSystemReader):
+    class Reader(shards.Reader):
         def read_metadata(self, *arguments: Any, **options: Any) -> Any:
             verify([".metadata"])
             return super().read_metadata(*arguments, **options)
@@ -325,12 +327,13 @@ class _Whole(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         import torch
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.tensor import DTensor
+
+        from orchestration.run.storage import shards
 
         path = (*self._path, name)
         if (value := self._state.get(name)) is None:  # a pipeline stage of other ranks has it
-            stored: Any = dcp.FileSystemReader(self._folder).read_metadata().state_dict_metadata[".".join(path)]
+            stored: Any = shards.read_metadata(self._folder).state_dict_metadata[".".join(path)]
             return self._read(torch.empty(stored.size, dtype=stored.properties.dtype), path)
         if isinstance(value, dict):
             return _Whole(value, self._folder, path)
@@ -339,13 +342,13 @@ class _Whole(Mapping[str, Any]):
         return self._read(torch.empty(value.shape, dtype=value.dtype), path)
 
     def _read(self, whole: torch.Tensor, path: Sequence[str]) -> torch.Tensor:
-        import torch.distributed.checkpoint as dcp
+        from orchestration.run.storage import shards
 
         wanted: Any = whole
         for key in reversed(path):
             wanted = {key: wanted}
         with _no_warning():
-            dcp.load(wanted, checkpoint_id=self._folder, no_dist=True)
+            shards.load(wanted, shards.Reader(self._folder), no_dist=True)
         return whole
 
 
@@ -362,7 +365,10 @@ def finish(
     (partial / BEGUN).unlink(missing_ok=True)
     (partial / STATE).write_text(json.dumps({"version": version, **index_state}, indent=1))
     manifest.write(partial)
+    mode = partial.stat().st_mode & 0o666  # as launch.readers has it; safetensors makes files of 0600
     for path in (*partial.rglob("*"), partial):
+        if path.is_file():
+            path.chmod(mode)
         sync(path)
     _remove(final)
     os.replace(partial, final)
@@ -445,7 +451,8 @@ def latest_of_run(directory: Path, known: int, url: str = "", parts: Sequence[st
 
 def whole(directory: Path) -> list[Path]:
     """Returns the complete checkpoints below ``directory``, oldest first."""
-    return sorted(path for path in directory.glob("step-*") if (path / STATE).is_file())
+    paths = directory.glob("step-*")
+    return sorted(path for path in paths if STEP.fullmatch(path.name) and (path / STATE).is_file())
 
 
 def name_of(version: int) -> str:
@@ -462,8 +469,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Returns the checkpoint at ``path``. Raises FileNotFoundError where it was removed, and CheckpointUnusable."""
     try:
         state = json.loads((path / STATE).read_bytes())
-        return Checkpoint(path, int(state["version"]), state["counters"], state["remake"], state.get("rates", ""))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        counters = {str(name): int(count) for name, count in state["counters"].items()}
+        remake = [int(group) for group in state["remake"]]
+        return Checkpoint(path, int(state["version"]), counters, remake, str(state.get("rates", "")))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"{path / STATE} is damaged: it does not hold the state of a run ({error!r:.200})"
         raise CheckpointUnusable(f"checkpoint: {why}; {way_back(path)}") from None
 

@@ -29,6 +29,8 @@ import structlog
 
 from orchestration.elastic.scale import leaves, request_leave
 from orchestration.logs import configure
+from orchestration.private_files import keep_from_others
+from orchestration.processes.environment import take
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import DevicePool, on_this_node
@@ -289,8 +291,9 @@ def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None
     """The process of a host of a cluster, whose workers are those that are placed on it. ``arguments``: the run, the host's
     folder and name."""
     run, folder, name = arguments or sys.argv[1:]
+    keep_from_others()
     configure(terminal=False)
-    host = Host(os.environ[INDEX_VARIABLE], run, Path(folder), workers=sys.maxsize, name=name, forks=forks)
+    host = Host(take(INDEX_VARIABLE), run, Path(folder), workers=sys.maxsize, name=name, forks=forks)
     asyncio.run(host.run(asyncio.Event()))
 
 

@@ -20,6 +20,7 @@ from typing import Protocol, cast
 import msgpack
 import structlog
 
+from orchestration.processes.environment import without_secrets
 from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.processes.starter import Starter
 from orchestration.recipe.devices import Devices, assign, on_this_node
@@ -120,7 +121,12 @@ class ProcessLauncher:
         launch = Launch(
             "orchestration.run.worker:main",
             [part for option, value in options.items() for part in (f"--{option}", value)],
-            {**os.environ, **self._environment, INDEX_VARIABLE: url, **(given.environment() if given else {})},
+            {
+                **without_secrets(os.environ),
+                **self._environment,
+                INDEX_VARIABLE: url,
+                **(given.environment() if given else {}),
+            },
             os.getcwd(),
             str(self._logs / f"{kind}-{number}.log"),
             f"asyncdock worker {kind}-{number} of {run}",

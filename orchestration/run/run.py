@@ -37,7 +37,7 @@ from orchestration.cluster.ray_hosts import RayHosts
 from orchestration.disk import refusal
 from orchestration.elastic.budget import RestartBudget
 from orchestration.elastic.scale import SCALE
-from orchestration.private_files import write_private
+from orchestration.private_files import MASKS, write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
@@ -62,7 +62,7 @@ from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.address import Address, split_password
 from pipeline.index.client import EVALUATED, INDEX_VARIABLE, Index, IndexRefused, IndexUnreachable
-from pipeline.index.embedded import EmbeddedIndex, served_by_tls
+from pipeline.index.embedded import EmbeddedIndex, end_unknown, served_by_tls
 from pipeline.node import AUTO, own_address, owned_prefix
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.flow.graph import document
@@ -127,10 +127,11 @@ class Run:
 
     @classmethod
     def create(cls, recipe: Recipe, out_dir: Path) -> Run:
-        """A new run; ``out_dir`` must be new or empty. Raises RunError."""
+        """A new run; ``out_dir`` must be new or empty. A new one has the mode of ``launch.readers``. Raises RunError."""
         if out_dir.exists():
             _refuse_used(out_dir)
-        out_dir.mkdir(parents=True, exist_ok=True)
+        else:
+            _make_folder(out_dir, recipe)
         recipe = recipe.with_absolute_paths()
         lock = lock_run(out_dir)
         try:
@@ -227,9 +228,10 @@ class Run:
         self.server = EmbeddedIndex(data, socket=sockets / "index.sock", address=address)
         await _start_index(self.server)
         async with served_by_tls(self.server, tls[0]) if tls and address else contextlib.nullcontext():
-            outcome, _ = await first_of(
+            outcome, *_ = await first_of(
                 self._work(self.server.url, stop, launcher),
                 _keep_index(self.server, self.recipe.launch, self._emit_restart),
+                *([end_unknown(self.server)] if address else []),
             )
         return cast(Outcome, outcome)
 
@@ -454,6 +456,11 @@ async def _keep_index(
         for event in events:
             event.cancel()
         await asyncio.gather(*events, return_exceptions=True)
+
+
+def _make_folder(out_dir: Path, recipe: Recipe) -> None:
+    out_dir.mkdir(parents=True, exist_ok=True)
+    out_dir.chmod(0o777 & ~MASKS[recipe.launch.readers])
 
 
 def _refuse_used(out_dir: Path, lock: BinaryIO | None = None) -> None:

@@ -22,6 +22,8 @@ import structlog
 
 from orchestration.elastic.scale import until_leave
 from orchestration.logs import Current, configure
+from orchestration.private_files import keep_from_others
+from orchestration.processes.environment import of_user_code, show, take
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import slab_bytes
 from orchestration.recipe.schema import Recipe
@@ -58,6 +60,7 @@ from stages.prompts.files import PromptError
 from stages.rewards.registry import RewardError
 from stages.training.skipped import TooManySkipped
 from stages.training.update import SamplesGone
+from stages.weight_files import NeedsOwnCode
 from stages.weights.manifest import FilesDamaged
 
 log = structlog.get_logger()
@@ -109,6 +112,7 @@ FATAL = (
     EngineUnknown,
     ExtraMissing,
     ModelNotFound,
+    NeedsOwnCode,
     PromptError,
     RewardError,
     StageError,
@@ -119,9 +123,10 @@ FATAL = (
 
 
 class Worker:
-    """Worker ``kind``-``number`` of a run. ``name`` is another one after each restart."""
+    """Worker ``kind``-``number`` of a run. ``name`` is another one after each restart. ``alone``: its process is its own."""
 
-    def __init__(self, run: str, url: str, kind: str, number: int, name: str) -> None:
+    def __init__(self, run: str, url: str, kind: str, number: int, name: str, *, alone: bool = False) -> None:
+        self._alone = alone
         self.index = Index(url, run)
         self.kind, self.number, self.name = kind, number, name
         self._job: Job | None = None
@@ -139,6 +144,10 @@ class Worker:
                     f"run {self.index.run!r} is not in this index; give the id and the URL of one that is"
                 )
             recipe = Recipe.from_json(recipe_json)
+            if recipe.launch.launcher != "inline":  # this process is the worker's own
+                keep_from_others(recipe.launch.readers)
+            if self._alone and recipe.reward.environment is not None and kind_of(self.kind).name == "stage":
+                show(of_user_code(os.environ, recipe.reward.environment))
             beating = asyncio.create_task(self._beat(recipe.launch.beat_seconds))
             paths, warehouse = RunPaths.from_json(paths_json).at_host()
             secret = (await self.index.get("secret") or "").encode()
@@ -295,8 +304,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     configure(terminal=False)
     # For rewards, algorithms and engines given as module:name; last in the path, so that they shadow nothing.
     sys.path.append(os.getcwd())
+    url = take(INDEX_VARIABLE)  # code of a user's runs here
     try:
-        asyncio.run(Worker(options.run, os.environ[INDEX_VARIABLE], options.kind, options.number, options.name).run())
+        asyncio.run(Worker(options.run, url, options.kind, options.number, options.name, alone=True).run())
     except Exception as error:
         sys.exit(exit_code(error))
 

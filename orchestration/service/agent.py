@@ -24,6 +24,7 @@ from pathlib import Path
 import structlog
 
 from orchestration.private_files import private_folder
+from orchestration.processes.environment import without_secrets
 from orchestration.processes.forkserver import Child, ForkServer, Launch
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import Starter
@@ -60,6 +61,7 @@ class Agent:
         self, url: str, data: Path, runs: int, *, index: ServiceIndex | None = None, forks: ForkServer | None = None
     ) -> None:
         self.url, self.data, self.runs, self.index = url, data.resolve(), runs, index
+        self._named = data  # another user may have made the link that was named
         self.folders = self.data / "runs"
         self.name = ""  # set while it runs
         self._registry = Registry(url)
@@ -70,7 +72,7 @@ class Agent:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set; runs continue. Raises AgentError when another agent works in the folder."""
-        private_folder(self.data)
+        private_folder(self._named)
         self.folders.mkdir(exist_ok=True)
         self.name = node_id(self.folders)  # the same for the next agent of this folder
         try:
@@ -199,7 +201,7 @@ class Agent:
         launch = Launch(
             "orchestration.service.runner:forked",
             ["--run", active.record.id],
-            {**os.environ, INDEX_VARIABLE: self.url, LEASE_VARIABLE: token},
+            {**without_secrets(os.environ), INDEX_VARIABLE: self.url, LEASE_VARIABLE: token},
             os.getcwd(),
             str(logs / "runner.log"),
             f"asyncdock runner of {active.record.id}",

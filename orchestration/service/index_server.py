@@ -36,7 +36,7 @@ class ServiceIndex:
     """The index server of the service in ``data``. Objects in several processes refer to the same server."""
 
     def __init__(self, data: Path) -> None:
-        self.data = data.resolve()
+        self._named, self.data = data, data.resolve()  # another user may have made the link that was named
         self._process: Process | None = None
 
     @property
@@ -47,7 +47,7 @@ class ServiceIndex:
     def start(self) -> str:
         """Start the server unless it runs. Returns its URL. Raises RuntimeError (Locked is one) or TimeoutError when it does
         not start, and NotPrivate."""
-        private_folder(self.data)
+        private_folder(self._named)
         with locked(self.data / "service.lock", wait=LOCK_SECONDS):
             known = self._read_file()
             if self._process is not None and self._process.alive():

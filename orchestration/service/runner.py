@@ -22,6 +22,8 @@ import structlog
 
 from orchestration.events_file import METRICS, MetricsFile
 from orchestration.logs import configure
+from orchestration.private_files import keep_from_others
+from orchestration.processes.environment import take
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
@@ -71,6 +73,7 @@ class Runner:
         try:
             record = await self.registry.get(self.run)
             recipe = Recipe.model_validate(record.recipe)
+            keep_from_others(recipe.launch.readers)
             run = await asyncio.to_thread(Run.hosted, recipe, Path(record.folder), self.run)
             run.forks = self._forks
             following = asyncio.create_task(self._follow(run))
@@ -133,8 +136,8 @@ def main(arguments: Sequence[str] | None = None, forks: ForkServer | None = None
     configure(terminal=False)
     structlog.contextvars.bind_contextvars(run=options.run, process="runner")
     sys.path.append(os.getcwd())  # for names like `my_reward:exact` in recipes; last, so that it shadows nothing
-    token = os.environ.pop(LEASE_VARIABLE)  # its workers do not get it
-    sys.exit(asyncio.run(_until_ended(os.environ[INDEX_VARIABLE], options.run, token, forks)))
+    token, url = take(LEASE_VARIABLE), take(INDEX_VARIABLE)  # modules that a recipe names are imported here too
+    sys.exit(asyncio.run(_until_ended(url, options.run, token, forks)))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,9 @@ BOUNDS = (0, 1, 2, 3, 4, 8)
 SAMPLES = 1_000_000  # that a search simulates, at most: some seconds
 ROOM = 1 << 40  # bytes of an arena that has room for any run
 FEWEST_STEPS, MOST_STEPS = 8, 40
+# What a what-if simulates at most: some seconds on one core, and less than a gigabyte.
+MOST_REPLICAS, MOST_ROWS, MOST_OF_A_GROUP = 1000, 1 << 16, 4096
+MOST_OF_A_STEP = SAMPLES // (10 * FEWEST_STEPS)  # samples
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ def what_if(folder: Path, overrides: Sequence[str]) -> tuple[Forecast, Forecast]
         raise RecipeError(recipe.name, other)
     fixed = FIXED if "pipeline.staleness" in dict(given) else ()
     changed = compare_recipe(recipe, (*overrides, *fixed))
+    if larger := [*_larger(changed)]:
+        raise RecipeError(recipe.name, larger)
     costs, lengths = costs_of_run(folder)
 
     def of(one: Recipe) -> Forecast:
@@ -80,6 +85,23 @@ def what_if(folder: Path, overrides: Sequence[str]) -> tuple[Forecast, Forecast]
         return forecast(setup_of(one, steps=steps), costs(one), lengths.of_groups(one.algorithm.group_size))
 
     return of(recipe), of(changed)
+
+
+def _larger(recipe: Recipe) -> Iterator[Problem]:
+    """What of ``recipe`` is more than a what-if simulates."""
+    wrong = "is more than is simulated"
+    replicas = "train.dp" if recipe.colocated else "rollout.workers"
+    for key, value, most in (
+        (replicas, recipe.replicas, MOST_REPLICAS),
+        ("rollout.max_rows", recipe.rollout.max_rows, MOST_ROWS),
+        ("algorithm.group_size", recipe.algorithm.group_size, MOST_OF_A_GROUP),
+    ):
+        if value > most:
+            yield Problem(key, value, wrong, f"give at most {most}")
+    groups, size = recipe.train.groups_per_step, recipe.algorithm.group_size
+    if groups * size > MOST_OF_A_STEP:
+        fix = f"give at most {MOST_OF_A_STEP} samples a step: {max(1, MOST_OF_A_STEP // size)} groups of {size}"
+        yield Problem("train.groups_per_step", groups, wrong, fix)
 
 
 def search(

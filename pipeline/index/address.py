@@ -10,6 +10,8 @@ import socket
 from dataclasses import dataclass, field
 from urllib.parse import quote, unquote, urlsplit
 
+USER = "run"  # of the embedded index; the server's `default` is what has not authenticated
+
 
 @dataclass(frozen=True)
 class Address:
@@ -48,7 +50,7 @@ class Address:
     def url(self) -> str:
         host, query = f"[{self.host}]" if ":" in self.host else self.host, f"?ssl_ca_certs={self.authority}"
         scheme = "rediss" if self.authority else "redis"
-        return f"{scheme}://:{self.password}@{host}:{self.port}{query if self.authority else ''}"
+        return f"{scheme}://{USER}:{self.password}@{host}:{self.port}{query if self.authority else ''}"
 
 
 def redacted(url: str) -> str:

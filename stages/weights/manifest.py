@@ -12,10 +12,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import IO
 
 import structlog
@@ -90,9 +91,25 @@ def read(folder: Path) -> dict[str, FileDigest] | None:
 def parse(text: bytes, where: object) -> dict[str, FileDigest]:
     """Returns the manifest ``text``, the file ``where``. Raises FilesDamaged."""
     try:
-        return {name: FileDigest(**digest) for name, digest in json.loads(text)["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        files = {name: FileDigest(**digest) for name, digest in json.loads(text)["files"].items()}
+        sizes = [digest.bytes for digest in files.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FilesDamaged(f"{where} is damaged: it is no list of digests ({error!r:.200})") from None
+    refuse_names(files, sizes, where)
+    return files
+
+
+def refuse_names(names: Iterable[str], sizes: Iterable[object], where: object) -> None:
+    """Raises FilesDamaged when the list of files ``where`` has a name that may lie outside of its folder, or a size that is
+    none."""
+    for name in names:
+        if PurePosixPath(name).as_posix() != name or name.startswith("/") or {"..", "."} & {*name.split("/")}:
+            raise FilesDamaged(f"{where} names {name!r:.200}, which is no file below its folder")
+        if not name.isprintable():
+            raise FilesDamaged(f"{where} names {name!r:.200}, which no checkpoint has")
+    for size in sizes:
+        if type(size) is not int or size < 0:
+            raise FilesDamaged(f"{where} has {size!r:.100} as the size of a file")
 
 
 def damages(folder: Path, manifest: Mapping[str, FileDigest], names: Sequence[str]) -> Iterator[str]:
@@ -138,9 +155,12 @@ def verify_part(part: Path) -> None:
 
 def _wrong_size(path: Path, size: int) -> str:
     try:
-        found = path.stat().st_size
-    except FileNotFoundError:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
         return f"{path} is missing; it had {size} bytes when it was written"
+    if not S_ISREG(status.st_mode):
+        return f"{path} is damaged: it is no file, and had {size} bytes when it was written"
+    found = status.st_size
     return f"{path} is damaged: it has {found} bytes, and had {size} when it was written" if found != size else ""
 
 

@@ -67,6 +67,12 @@ class Browser:
         self.driver.get("about:blank")
         self.driver.get(url)
 
+    def enter(self, url: str, token: str) -> None:
+        """Open ``url`` as one who has given ``token`` in this tab."""
+        self.open(url)
+        self.js("sessionStorage.clear(); sessionStorage.setItem('asyncdock.token', arguments[0])", token)
+        self.open(url)
+
     def named(self, name: str, role: str = "control") -> WebElement:
         """The control called so, once it can be used."""
         found = self.until(NAMED, name, role, why=f"a {role} called {name!r}")

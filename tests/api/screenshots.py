@@ -33,11 +33,11 @@ SHOTS = (  # name, width, height, pixels for one of CSS, colour scheme
 )
 
 
-def take(browser: Browser, url: str, folder: Path) -> None:
+def take(browser: Browser, url: str, token: str, folder: Path) -> None:
     """All pictures of the run at ``url``."""
     for name, width, height, sharp, scheme in SHOTS:
         browser.shape(width, height, scheme=scheme, sharp=sharp)
-        browser.open(url)
+        browser.enter(url, token)
         browser.until("return document.querySelectorAll('.plot canvas').length >= 7")
         browser.until(f"return Number(document.querySelector('.track[role]').ariaValueNow) >= {STEPS}", seconds=400)
         browser.until("return /Other stages worked/.test(document.querySelector('#timeline-says').innerText)")
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
         served.finished({"name": "warm-up", "train.steps": 10})
         run = served.submit(LEARNS, recipe="tiny")
         served.submit({"name": "next-one"})
-        take(browser, f"{served.url}#/runs/{run}", folder)
+        take(browser, f"{served.url}#/runs/{run}", served.own_token, folder)
 
 
 if __name__ == "__main__":

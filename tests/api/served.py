@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from orchestration.service.index_server import FILE, ServiceIndex
+from orchestration.service.own_services import read_authorization
 from tests.api.watchdog import HELD
 from tests.forked import listen
 
@@ -44,6 +45,15 @@ class Served:
             )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == f"AsyncDock serves {self.url}\n", self.log.read_text()
+
+    @property
+    def token(self) -> str:
+        """That of the user who runs it, which commands and clients find by its address."""
+        return read_authorization(self.data)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
 
     def _limit(self) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.descriptors, self.descriptors))

@@ -19,6 +19,7 @@ from typing import Any
 
 from api.server.access.tokens import Scope, Tokens
 from orchestration.service.index_server import ServiceIndex
+from orchestration.service.own_services import read_authorization
 from pipeline.events import EventData
 from pipeline.index.client import Index
 from tests.forked import asyncdock
@@ -46,6 +47,7 @@ class Site:
         self.url = f"http://127.0.0.1:{self.port}/"
         self._log = data / "server.out"
         self._process: subprocess.Popen[bytes] | None = None
+        self.own_token = ""  # the token of the user who runs it
 
     # ── the server ──
 
@@ -60,6 +62,7 @@ class Site:
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
             )
         self.until(lambda: self.get("readyz").status == 200, "the server is ready")
+        self.own_token = read_authorization(self.data)
 
     def kill(self) -> None:
         """End the server with no chance to do anything about it."""
@@ -90,6 +93,7 @@ class Site:
         """Status 0: no server answers."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data is not None else {}
+        headers |= {"Authorization": f"Bearer {self.own_token}"} if self.own_token else {}
         request = urllib.request.Request(f"{self.url}{path}", data=data, method=method, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
@@ -104,7 +108,7 @@ class Site:
         return self.ask_for("GET", path)
 
     def runs(self) -> list[dict[str, Any]]:
-        return list(self.get("v1/runs?limit=200").body["runs"]) if not self.options else []
+        return list(self.get("v1/runs?limit=200").body["runs"])
 
     def run(self, run: str) -> dict[str, Any]:
         answer = self.get(f"v1/runs/{run}")
@@ -160,6 +164,10 @@ class Site:
                 await index.close()
 
         asyncio.run(emit())
+
+    def link(self) -> str:
+        """The address that signs a browser in, once."""
+        return f"{self.url}#login={self.ask_for('POST', 'v1/login/links').body['code']}"
 
     def token(self, scope: Scope) -> str:
         """A new token."""

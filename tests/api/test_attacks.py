@@ -331,7 +331,7 @@ def test_a_server_ends_while_checks_go_on(tmp_path: Path, monkeypatch: pytest.Mo
         import aiohttp
 
         body = {"recipe": recipe(reward={"functions": [{"name": ENDLESS}]})}
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers=served.headers) as session:
             asking = [asyncio.create_task(session.post(f"{served.url}/v1/recipes/check", json=body)) for _ in range(6)]
             await until(began.exists, 60)
             assert await asyncio.to_thread(served.stop, signal.SIGTERM) == 0

@@ -54,13 +54,14 @@ def server(tmp_path: Path) -> Iterator[Served]:
 class Watcher:
     """Asks for the run again and again, as a page does. Refused connections and 503 are no statement about the run."""
 
-    def __init__(self, url: str, run: str) -> None:
-        self.path, self.seen, self.unanswered = f"{url}/v1/runs/{run}", list[dict[str, Any]](), 0
+    def __init__(self, server: Served, run: str) -> None:
+        self.path, self.seen, self.unanswered = f"{server.url}/v1/runs/{run}", list[dict[str, Any]](), 0
+        self.headers = server.headers
         self.parts = 0
         self.changed = asyncio.Condition()
 
     async def watch(self) -> None:
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers=self.headers) as session:
             while not self.seen or self.seen[-1]["ended"] is None:
                 try:
                     async with session.get(self.path) as response:
@@ -81,7 +82,7 @@ class Watcher:
         first = self.parts * PART * GROUPS
         body = {"prompts": [{"prompt": "ab=", "answer": "aaaa"}] * (PART * GROUPS), "first": first}
         self.parts += 1
-        async with asyncio.timeout(SECONDS), aiohttp.ClientSession() as session:
+        async with asyncio.timeout(SECONDS), aiohttp.ClientSession(headers=self.headers) as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
                     async with session.post(self.path + "/prompts", json=body) as response:
@@ -99,7 +100,7 @@ class Watcher:
 async def test_after_any_kill_the_run_ends_well_and_the_api_stays_correct(server: Served) -> None:
     async with Client(server.url) as client, asyncio.TaskGroup() as tasks:
         run = (await client.submit(RECIPE)).id
-        watcher = Watcher(server.url, run)
+        watcher = Watcher(server, run)
         tasks.create_task(watcher.watch())
 
         async def goes_on() -> None:

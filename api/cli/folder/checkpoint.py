@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from api.cli.exit_codes import FAILED
+from api.cli.folder.foreign import run_folder
 from api.cli.options import JsonOption
 from api.cli.output import print_json, refuse
 from api.terminal.screen import write
@@ -21,7 +22,10 @@ checkpoint_app = typer.Typer(help="Look at the checkpoints of a run.", no_args_i
 
 @checkpoint_app.command()
 def verify(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or of one of its checkpoints.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", callback=run_folder, help="The folder of a run, or of one of its checkpoints."),
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Read every file of a run's checkpoints, also at checkpoint.url, and compare it with the digest of when it was written.

@@ -37,8 +37,10 @@ def agent_command(
     ] = False,
 ) -> None:
     """Execute the runs of a service. SIGTERM or Ctrl-C ends the agent and leaves the runs alone: the next one goes on."""
+    from orchestration.private_files import keep_from_others
     from orchestration.service.agent import AgentError
 
+    keep_from_others()
     try:
         if shared and not index:
             raise ValueError("--shared: agents that share DIR have one index; give it by --index or ASYNCDOCK_INDEX")
@@ -103,6 +105,9 @@ def host_command(
     ] = "auto",
 ) -> None:
     """Start workers of a run that another machine executes. SIGTERM or Ctrl-C ends them; the run starts them elsewhere."""
+    from orchestration.private_files import keep_from_others
+
+    keep_from_others()
     try:
         data.mkdir(parents=True, exist_ok=True)
         asyncio.run(_host(with_password(join, token), run, data.resolve(), workers, serve))

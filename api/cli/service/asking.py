@@ -19,7 +19,7 @@ import typer
 
 from api.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, NO_SERVICE
 from api.cli.output import advised, refuse
-from api.client.credentials import DEFAULT_SERVER, SERVER_VARIABLE, TOKEN_VARIABLE, KeyringError, find_token
+from api.client.credentials import DEFAULT_SERVER, SERVER_VARIABLE, TOKEN_VARIABLE, KeyringError, token_source
 from api.terminal.screen import complain
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def ask(
 
     async def asking() -> T:
         notice = on_retry or functools.partial(_print_retry, since=time.monotonic())
-        async with Client(server, token or find_token(server), patience=PATIENCE, on_retry=notice) as client:
+        async with Client(server, token or None, patience=PATIENCE, on_retry=notice) as client:
             try:
                 return await work(client)
             except ApiProblem as problem:
@@ -71,7 +71,7 @@ def ask_for_completion(server: Any, work: Callable[[Client], Awaitable[T]]) -> T
     address = str(server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER)
 
     async def asking() -> T:
-        async with Client(address, find_token(address), timeout=COMPLETION_SECONDS, patience=0) as client:
+        async with Client(address, timeout=COMPLETION_SECONDS, patience=0) as client:
             return await work(client)
 
     try:
@@ -120,20 +120,17 @@ def _exit_code(problem: ApiProblem) -> int:
 
 def _describe(server: str, problem: ApiProblem, *, token_given: bool) -> str:
     """Return the problem as text, with the source of the token when the problem is about the token."""
-    if token_given:
-        source = "the token that was just given"
-    elif os.environ.get(TOKEN_VARIABLE):
-        source = f"the token in {TOKEN_VARIABLE}"
-    elif problem.status in (401, 403) and find_token(server):
-        source = "the token that `asyncdock login` kept"
-    else:
-        source = ""
+    source = token_source(server) if problem.status in (401, 403) else ""
+    source = "the token that was just given" if token_given else source
     fix = f"set {TOKEN_VARIABLE}, or run `asyncdock login --server {server}`"
     match problem.status:
         case 401 if source:
             return f"{server} does not accept {source}: {problem.detail} Get another one and {fix}"
         case 401:
-            return f"{server} needs a token: {fix}"
+            ask_first = (
+                "no service of yours is known there; ask who runs it for one, and " if is_loopback(server) else ""
+            )
+            return f"{server} needs a token: {ask_first}{fix}"
         case 403 if source:
             return f"{problem} (asked with {source})"
     return str(problem)

@@ -33,7 +33,9 @@ def deploy_command(
     delay: Annotated[float, typer.Option(help="Seconds of more than that, until Serve starts another.")] = 30.0,
     cpus: Annotated[float, typer.Option(help="CPUs of a replica.")] = 1.0,
     gpus: Annotated[float, typer.Option(help="GPUs of a replica.")] = 0.0,
-    require_token: Annotated[bool, typer.Option("--require-token", help="On loopback too.")] = False,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Whoever reaches it on this machine may ask. On loopback alone.")
+    ] = False,
     rate: Annotated[float, typer.Option(help="Requests a second of one address, in each replica.")] = 1000.0,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the deployment of RUN instead.")] = False,
 ) -> None:
@@ -61,7 +63,7 @@ def deploy_command(
         if remove:
             return serve.delete(run)
         url = index or ServiceIndex(data).start()  # type: ignore[arg-type]
-        more: dict[str, Any] = {"require_token": require_token, "rate": rate, "burst": int(2 * rate) + 1}
+        more: dict[str, Any] = {"no_token": no_token, "rate": rate, "burst": int(2 * rate) + 1}
         settings = Settings(data=data or Path(), index=url, host=host, port=int(port), **more)
         scale = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
         made = PolicyDeployment.options(  # type: ignore[attr-defined]

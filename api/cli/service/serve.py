@@ -1,6 +1,7 @@
 """``asyncdock serve``: the REST service, and an agent that executes what is submitted to it.
 
-options ──▶ Settings ──▶ serve ──▶ URL on standard output     Ctrl-C: streams end, runs go on; a second one ends at once
+options ──▶ Settings ──▶ serve ──▶ URL, and a login link, on standard output
+                          └──▶ Ctrl-C: streams end, runs go on; a second one ends at once
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,8 @@ import typer
 
 from api.cli.exit_codes import FAILED
 from api.cli.options import DataOption, IndexOption
-from api.cli.output import refuse
+from api.cli.output import advised, refuse
+from api.cli.service.link import login_link
 from api.terminal.screen import complain
 
 if TYPE_CHECKING:  # imported when serving: `asyncdock runs list` imports this module too
@@ -50,7 +53,18 @@ def serve_command(
     allow_clusters: Annotated[
         Names, _repeatable("ADDRESS", "--allow-cluster", help="`launch.address` of Ray's.")
     ] = None,
-    require_token: Annotated[bool, typer.Option("--require-token", help="On loopback too.")] = False,
+    allow_networks: Annotated[
+        Names, _repeatable("FUNCTION", "--allow-network", help="Reward function that may have `network = true`.")
+    ] = None,
+    allow_environment: Annotated[
+        Names, _repeatable("NAME", help="Variable that `reward.environment` may name.")
+    ] = None,
+    unsandboxed_code: Annotated[
+        bool, typer.Option("--unsandboxed-code", help="Functions of --allow-reward run without a sandbox.")
+    ] = False,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Every user of this machine is the owner. On loopback alone.")
+    ] = False,
     host_name: Annotated[Names, _repeatable("NAME", help="A name it is reached by through a proxy.")] = None,
     tls_certificate: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="PEM")] = None,
@@ -66,10 +80,14 @@ def serve_command(
     max_arena: Annotated[str, typer.Option(metavar="SIZE", help="pipeline.arena of one run.")] = "16GiB",
 ) -> None:
     """Serve the REST API, the dashboard and the runs in DIR until Ctrl-C. Runs go on without it, and are there again."""
+    from pydantic import ValidationError
+
     from api.server.app import ServeError
     from api.server.service import Settings
+    from orchestration.private_files import keep_from_others
     from orchestration.recipe.values import parse_size
 
+    keep_from_others()
     # The options that have a setting's name.
     given = {name: value for name, value in locals().items() if name in Settings.model_fields and value is not None}
     host, _, port = listen.rpartition(":")
@@ -85,12 +103,20 @@ def serve_command(
             "max_arena": int(str(parse_size(max_arena))),
         }
         settings = Settings(**given | own)
+    except ValidationError as error:
+        refuse("\n".join(f"serve: {_in_words(dict(one))}" for one in error.errors(include_url=False)))
     except ValueError as error:
         refuse(f"serve: {error}")
     try:
         asyncio.run(_serve(settings))
     except ServeError as error:
         refuse(error)
+
+
+def _in_words(error: dict[str, Any]) -> str:
+    """Return what pydantic found, with the setting's name where it is about one alone."""
+    name = ".".join(map(str, error["loc"]))
+    return ": ".join(filter(None, (name, error["msg"].removeprefix("Value error, "))))
 
 
 def _folders(option: str, given: Folders) -> tuple[Path, ...]:
@@ -126,4 +152,14 @@ async def _serve(settings: Settings) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt)
-    await serve(settings, stop, lambda url: print(f"AsyncDock serves {url}", flush=True))
+    await serve(settings, stop, _print_ready)
+
+
+def _print_ready(url: str, code: str) -> None:
+    """Print where the service is, and how a browser gets in. A log, which others may read, gets no code."""
+    print(f"AsyncDock serves {url}", flush=True)
+    if code and sys.stdout.isatty():
+        print(f"Open {login_link(url, code)}", flush=True)
+        print(f"once, within ten minutes; `{advised('link')}` prints another link", flush=True)
+    elif code:
+        complain(f"`{advised('link')}` prints a link that signs a browser in.")

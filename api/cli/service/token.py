@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 import typer
 
 from api.cli.exit_codes import FAILED, NO_SERVICE
-from api.cli.options import IndexOption, JsonOption
+from api.cli.options import IndexOption, JsonOption, ServerOption
 from api.cli.output import advised, local_time, print_json, refuse, table
-from api.terminal.screen import complain, safe_console
+from api.client.credentials import DEFAULT_SERVER, KeyringError, find_token
+from api.terminal.screen import complain, safe_console, write
 
 if TYPE_CHECKING:
     from api.server.access.tokens import Scope, Token, Tokens
@@ -73,6 +74,27 @@ def adopt(
     complain(f"id {token.id}, scope {token.scope}")
 
 
+@token_app.command()
+def show(
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="DIR", help="The service's folder; in place of --server.")
+    ] = None,
+    server: ServerOption = DEFAULT_SERVER,
+) -> None:
+    """Print the token with which your own commands ask a service: it may do everything there."""
+    from orchestration.service.own_services import read_authorization
+
+    try:
+        token = find_token(server) if data is None else read_authorization(data)
+    except FileNotFoundError:
+        refuse(f"token: {data} has none; `asyncdock serve --data {data}` makes it")
+    except (KeyringError, OSError, ValueError) as error:
+        refuse(error)
+    if token is None:
+        refuse(f"token: there is none for {server}; start a service of yours there, or `asyncdock login`", NO_SERVICE)
+    write(token)
+
+
 @token_app.command("list")
 def list_(data: OptionalDataOption = None, index: IndexOption = "", as_json: JsonOption = False) -> None:
     """Tokens that were not revoked."""
@@ -129,8 +151,9 @@ def _index(data: Path | None, index: str) -> Iterator[str]:
     from orchestration.service.index_server import FILE, ServiceIndex
 
     server, was_up = ServiceIndex(data), (data / FILE).exists()
+    url = server.start()  # what lies in a folder that is refused is not touched
     try:
-        yield server.start()
+        yield url
     finally:
         if not was_up:
             server.stop()

@@ -10,13 +10,13 @@ machine, so the operator must have listed it.
 from __future__ import annotations
 
 import copy
-import os
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from api.server import problems as answers
+from api.server.access.roots import below_root, leads_out
 from api.server.service import Settings
 from orchestration.recipe.bounds import out_of_bounds, read_toml
 from orchestration.recipe.load import fixed_problems, override, parse_recipe
@@ -30,6 +30,7 @@ from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
 from stages.prompts.conversations import is_template_name
 from stages.prompts.files import Reading
+from stages.prompts.tasks import HARMLESS
 
 LONGEST_NAME = 64
 SHIPPED = Path(__file__).resolve().parents[3] / "recipes"
@@ -81,6 +82,7 @@ def accept(
         if problem := override(submission.data, key, value, "overrides"):
             submission.problems.append(problem)
     submission.refuse_code()
+    submission.confine_rewards()
     submission.refuse_addresses()
     submission.resolve_paths()
     if resumed:
@@ -165,6 +167,41 @@ class _Submission:
                 wrong, fix = "is passed to vLLM as it is, which a request may not", "take it out"
                 self.problems.append(Problem(f"rollout.vllm.{name}", vllm.pop(name), wrong, fix))
 
+    def confine_rewards(self) -> None:
+        """Have reward functions run in a sandbox, with a network and an environment that the operator has allowed."""
+        reward = self.data.get("reward")
+        functions = reward.get("functions") if isinstance(reward, dict) else None
+        if not isinstance(reward, dict) or not isinstance(functions, list):
+            return
+        names = reward.get("environment")
+        if names is None:
+            reward["environment"] = []
+        for index, name in enumerate(names if isinstance(names, list) else []):
+            if isinstance(name, str) and name not in self.settings.allow_environment:
+                wrong = "is a variable that functions of requests may not see"
+                fix = f"take it out, or {ASK.format(f'--allow-environment {name}')}"
+                self.refuse(f"reward.environment.{index}", name, wrong, fix, "")
+        for index, function in enumerate(functions):
+            if isinstance(function, dict) and isinstance(function.get("name"), str):
+                self._confine(f"reward.functions.{index}", function, function["name"])
+
+    def _confine(self, key: str, function: dict[str, Any], name: str) -> None:
+        if name in HARMLESS:
+            return
+        if not self.settings.unsandboxed_code:
+            ask = ASK.format("--unsandboxed-code")
+            if function.get("sandbox") is False:
+                wrong = "would run without a sandbox, which functions of requests may not"
+                self.refuse(f"{key}.sandbox", False, wrong, f"leave it out, or {ask}", True)
+            if self.value("reward.processes") == 0:
+                wrong = f"would run {name!r} in a worker, which has no sandbox"
+                self.refuse("reward.processes", 0, wrong, f"leave it out, or {ask}", 1)
+            if function.get("sandbox") is None:
+                function["sandbox"] = True
+        if function.get("network") is True and name not in self.settings.allow_networks:
+            fix = f"leave it out, or {ASK.format(f'--allow-network {name}')}"
+            self.refuse(f"{key}.network", True, "may not use the network here", fix, False)
+
     def _each(self, table: str, key: str) -> Iterator[str]:
         """The dotted ``key`` of each entry of a list of tables."""
         entries = self.value(table)
@@ -236,6 +273,9 @@ class _Submission:
         keys = [*models, "prompts.chat_template", *(f"pipeline.{name}" for name in TLS_FILES)]
         paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
         keys += [path for path, kind in paths.items() if self.value(kind) in ("jsonl", "parquet", "datasets")]
+        for function in self._each("reward.functions", "read"):
+            read = self.value(function)
+            keys += [f"{function}.{index}" for index in range(len(read) if isinstance(read, list) else 0)]
         # Values that are no paths.
         plain = {**dict.fromkeys(models, KNOWN_MODELS), **dict.fromkeys(paths, settings.allow_datasets)}
         for key in keys:
@@ -244,8 +284,12 @@ class _Submission:
                 continue
             if key == "prompts.chat_template" and is_template_name(value):
                 continue
-            if real := _below_root(settings.roots, value):
-                override(self.data, key, str(real))
+            if real := below_root(settings.roots, value):
+                if out := leads_out(settings.roots, real):
+                    fix = "put files there in place of links to other places"
+                    self.refuse(key, value, f"holds what this server does not read: {out}", fix, "refused")
+                else:
+                    override(self.data, key, str(real))
                 continue
             roots = ", ".join(map(str, settings.roots))
             fix = f"give a path below {roots}" if roots else f"{ASK.format('--root')}; without one no file is read"
@@ -263,17 +307,6 @@ def _only_names_columns(template: str) -> bool:
     return all(
         name is None or (name.isidentifier() and not spec and not conversion) for name, spec, conversion in fields
     )
-
-
-def _below_root(roots: Sequence[Path], value: str) -> Path | None:
-    """Return the real path of ``value``, every link followed, if it is below a root. A relative path is looked for in each
-    root."""
-    for root in roots:
-        below = Path(os.path.realpath(root))
-        real = Path(os.path.realpath(below / value))
-        if real.is_relative_to(below) and (real.exists() or Path(value).is_absolute() or root == roots[-1]):
-            return real
-    return None
 
 
 def _beyond_limits(settings: Settings, recipe: Recipe) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
     create ──▶ adock_ID_SECRET (shown once)        index: ID ──▶ {name, scope, sha256(SECRET), created, expires}
     find(token) ──▶ entry of its ID ──▶ hashes compared in constant time ──▶ Token, or None
     revoke ──▶ the entry is removed, the ID is kept as revoked: the token stays invalid
+    own    ──▶ the token of the user who runs the service, whose text is in a file of that user
 
 A secret has 256 random bits, so a plain hash of it cannot be inverted and no slow hash function is needed.
 """
@@ -18,15 +19,18 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from redis.exceptions import RedisError
 
+from orchestration.service.own_services import read_authorization, write_authorization
 from pipeline.index.address import redacted
 from pipeline.index.client import Index, IndexUnreachable, Link
 
 Scope = Literal["read", "run", "admin"]
 SCOPES: tuple[Scope, ...] = ("read", "run", "admin")  # each includes those before it
+OWN = "local"  # name of the token of the user who runs the service, and owner of what is asked for without a token
 SERVICE = "service"  # in keys, in place of a run's id
 KEY = "asyncdock:{service}:tokens"
 REVOKED = "asyncdock:{service}:tokens:revoked"  # a set of IDs
@@ -103,6 +107,17 @@ class Tokens:
         token = _token(match[1], name, scope, time.time(), None)
         await self._keep(token, match[2])
         return token
+
+    async def own(self, data: Path) -> tuple[Token, str]:
+        """Return the token of the user who runs the service in the folder ``data``, and its text: the one that is kept
+        there, or a new one when there is none, it was revoked, or others could read it. Raises OSError."""
+        try:
+            text = read_authorization(data)
+            return await self.adopt(text, OWN, "admin"), text
+        except (OSError, ValueError, TokenRevoked):
+            token, text = await self.create(OWN, "admin")
+        write_authorization(data, text)
+        return token, text
 
     async def _keep(self, token: Token, secret: str) -> None:
         kept = json.dumps({**asdict(token), "sha256": _hash(secret)})

@@ -38,7 +38,7 @@ PROMPTS_BYTES = 16 * 2**20
 PROMPTS_VALUES = 500_000  # of one body of prompts
 WAITING_SECONDS = 90.0  # for requests that may wait 60 seconds
 WRITE_SECONDS = 30.0  # for which a reader of weights may stop
-external_operation = functools.partial(operation, scope="run", tag="external stages", errors=(404, 409))
+external_operation = functools.partial(operation, scope="run", owned=True, tag="external stages", errors=(404, 409))
 
 
 @external_operation(
@@ -49,11 +49,11 @@ external_operation = functools.partial(operation, scope="run", tag="external sta
     body_limit=PROMPTS_BYTES,
     body_values=PROMPTS_VALUES,
 )
-async def put_prompts(service: Service, path: RunPath, body: PutPrompts) -> FedView:
+async def put_prompts(service: Service, request: web.Request, path: RunPath, body: PutPrompts) -> FedView:
     """Put prompts into a run with `prompts.source = "external"`, in the order in which they will be asked. With `first`, the
     position of the first of them, a repeat changes nothing. Waits up to `wait` seconds while too many wait already."""
     async with service.external_sessions.run(path.run) as session:
-        with service.held() as room:
+        with service.held(request) as room:
             wait = body.wait if room else 0.0
             put = await session.external.put_prompts(body.prompts, first=body.first, last=body.last, timeout=wait)
         return FedView(next=put)
@@ -75,7 +75,7 @@ async def get_experience(
     rows will come any more)."""
     owner = _owner(request)
     async with service.external_sessions.run(path.run) as session:
-        with service.held() as room:
+        with service.held(request) as room:
             if body.replay is None:
                 experience = await session.external.get_experience(
                     body.stage,
@@ -132,12 +132,16 @@ async def release_lease(service: Service, request: web.Request, path: LeasePath)
 
 
 @external_operation(
-    "GET", "/v1/runs/{run}/weights", summary="The published version, or none that is newer", seconds=WAITING_SECONDS
+    "GET",
+    "/v1/runs/{run}/weights",
+    owned=False,
+    summary="The published version, or none that is newer",
+    seconds=WAITING_SECONDS,
 )
-async def get_published(service: Service, path: RunPath, query: WeightsQuery) -> WeightsView:
+async def get_published(service: Service, request: web.Request, path: RunPath, query: WeightsQuery) -> WeightsView:
     """The published version and its tensors, when it is newer than `after`; waits up to `wait` seconds for it."""
     async with service.external_sessions.run(path.run) as session:
-        with service.held() as room:
+        with service.held(request) as room:
             published = await session.external.weights(query.after, query.wait if room else 0.0)
         return await session.view(published)
 
@@ -145,6 +149,7 @@ async def get_published(service: Service, path: RunPath, query: WeightsQuery) ->
 @external_operation(
     "GET",
     "/v1/runs/{run}/weights/{version:[0-9]+}",
+    owned=False,
     summary="One version's weights, as a safetensors file",
     produces=BINARY,
     sends={"ETag": "The sha256 of the file."},

@@ -127,7 +127,7 @@ async def stream(
     record = await service.registry.get(path.run)
     telemetry = request.app[TELEMETRY]
     reader = EventReader(request, frozenset(query.kinds) or None)
-    with service.held() as room, telemetry.server.reading() as dropped:
+    with service.held(request) as room, telemetry.server.reading() as dropped:
         if not room:
             raise HTTPProblem(503, "Too many readers.", kind="readers", fix="try again", headers={"Retry-After": "30"})
         try:

@@ -15,7 +15,7 @@ from api.schemas.completions import AnswerView, ChatRequest, CompletionRequest, 
 from api.schemas.runs import Strict
 from api.server.operations import operation, while_wanted
 from api.server.problems import HTTPProblem
-from api.server.service import Service
+from api.server.service import PRINCIPAL, Service
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown, parse_model
 from orchestration.run.checkpoint import usable
 from orchestration.service.registry import UnknownRun
@@ -70,14 +70,14 @@ async def _forward(service: Service, request: web.Request, body: Request, raw: b
     await get_model(service, ModelPath(model=body.model))
     if not service.settings.policies:
         raise PoliciesBusy("this server serves none (--policies 0)")
-    with service.held() as room:
+    with service.held(request) as room:
         if not room:
             raise HTTPProblem(503, "Too many requests wait.", kind="readers", headers={"Retry-After": "10"})
         return await while_wanted(request, _pass_on(service, request, raw))
 
 
 async def _pass_on(service: Service, request: web.Request, raw: bytes) -> web.StreamResponse:
-    async with service.policies.post(request.path, raw) as answer:
+    async with service.policies.post(request.path, raw, request[PRINCIPAL].id) as answer:
         headers = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
         response = web.StreamResponse(status=answer.status, headers=headers)
         await response.prepare(request)

@@ -22,8 +22,8 @@ from api.schemas.runs import (
 from api.server.access.submission_policy import stored_recipe, stored_recipes, unknown_recipe
 from api.server.operations import operation, while_wanted
 from api.server.problems import HTTPProblem
-from api.server.recipe_checks import CheckLost
-from api.server.service import Service
+from api.server.service import PRINCIPAL, Service
+from orchestration.processes.confined import Lost
 from orchestration.recipe.schema import Recipe
 
 log = structlog.get_logger()
@@ -71,10 +71,16 @@ async def checked(service: Service, request: web.Request, *, plan: bool, **given
     """Return ``recipe``, that of the body ``submission``, or the ``recipe`` of a run that goes on with the ``overrides``, as
     JSON with all defaults, and if ``plan`` is true its ``plan``, ``prompts`` and ``examples``. Raises an HTTPProblem with
     every error of the recipe."""
-    settings = service.settings.model_dump(mode="json")
+    return await asked_apart(service, request, {"plan": plan, **given})
+
+
+async def asked_apart(service: Service, request: web.Request, question: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of :mod:`api.server.check_worker` to ``question``, as long as the client is there. Raises an
+    HTTPProblem."""
+    question = {"settings": service.settings.model_dump(mode="json"), **question}
     try:
-        answer = await while_wanted(request, service.checks.ask({"settings": settings, "plan": plan, **given}))
-    except CheckLost as lost:
+        answer = await while_wanted(request, service.checks.ask(question, request[PRINCIPAL].id))
+    except Lost as lost:
         log.error("the process of a check was lost", reason=str(lost))
         detail, retry = "The recipe could not be checked: the process that does it ended.", {"Retry-After": "5"}
         raise HTTPProblem(503, detail, kind="check-lost", fix="try again", headers=retry) from None

@@ -20,7 +20,6 @@ from api.schemas.runs import (
     AlarmView,
     CheckpointsView,
     CheckpointView,
-    ForecastView,
     Gate,
     Host,
     LogsQuery,
@@ -42,7 +41,7 @@ from api.schemas.runs import (
 )
 from api.server.operations import Reply, operation
 from api.server.problems import HTTPProblem, without_password
-from api.server.routes.recipes import checked
+from api.server.routes.recipes import asked_apart, checked
 from api.server.run_status import RunStatus
 from api.server.service import PRINCIPAL, Service
 from orchestration.elastic.scale import overrides_of, request_scale
@@ -53,8 +52,6 @@ from orchestration.run.lock import RunError
 from orchestration.run.storage import recorded
 from orchestration.run.storage.recorded import store_url
 from orchestration.service.registry import CHECKPOINT_REPORTED, RunRecord
-from orchestration.simulation.recorded import NotMeasured
-from orchestration.simulation.search import what_if
 from pipeline.events import ENDED
 from pipeline.index.claims import DROPPED
 from pipeline.index.client import IndexRefused
@@ -79,7 +76,8 @@ async def submit_run(
 ) -> Reply[RunView]:
     """Submits a run. It begins when fewer than the server's limit are active; until then `position` says how many are before
     it. A repeat under the same `Idempotency-Key` within a day makes no second one."""
-    recipe = Recipe.from_json((await checked(service, request, submission=raw.decode(), plan=False))["recipe"])
+    accepted = (await checked(service, request, submission=raw.decode(), plan=False))["recipe"]
+    recipe = await asyncio.to_thread(Recipe.from_json, accepted)  # the first one imports algorithms
     await _refuse_full_queue(service)
     content = json.dumps(body.model_dump(exclude_unset=True), sort_keys=True).encode()
     fingerprint, owner = hashlib.sha256(content).hexdigest(), request[PRINCIPAL].name
@@ -105,7 +103,7 @@ async def get_run(service: Service, path: RunPath) -> RunView:
 
 
 # What a run is asked to do: answered 202, with the run as it is then.
-_asking: dict[str, Any] = {"scope": "run", "tag": "runs", "status": 202, "errors": (404, 409)}
+_asking: dict[str, Any] = {"scope": "run", "owned": True, "tag": "runs", "status": 202, "errors": (404, 409)}
 
 
 @operation("POST", f"{RUN}/pause", summary="It pauses", **_asking)
@@ -202,24 +200,18 @@ async def scale_run(service: Service, request: web.Request, path: RunPath, body:
 
 
 @operation("POST", f"{RUN}/what-if", scope="read", summary="What it would do", tag="runs", errors=(404, 409))
-async def what_if_of_run(service: Service, path: RunPath, body: WhatIf) -> WhatIfView:
+async def what_if_of_run(service: Service, request: web.Request, path: RunPath, body: WhatIf) -> WhatIfView:
     """Simulates the run with its own measured costs, as it is and with other keys. Nothing of the run changes."""
     folder = service.folder(await service.registry.get(path.run))
     overrides = [f"{name}={json.dumps(value)}" for name, value in body.overrides.items()]
-    try:
-        now, changed = await asyncio.to_thread(what_if, folder, overrides)
-    except NotMeasured as lacking:
-        fix = "ask again after some optimizer steps"
-        raise HTTPProblem(409, str(lacking).rpartition(": ")[2], kind="not-measured", fix=fix) from None
-    return WhatIfView(now=ForecastView.model_validate(now), changed=ForecastView.model_validate(changed))
+    return WhatIfView(**await asked_apart(service, request, {"what_if": str(folder), "overrides": overrides}))
 
 
-@operation("DELETE", RUN, scope="run", summary="The run and its data are gone", tag="runs", errors=(404, 409))
-async def delete_run(service: Service, request: web.Request, path: RunPath) -> None:
-    """Only a run that has ended, and only by who submitted it, or a token of scope admin."""
-    token, record = request[PRINCIPAL], await service.registry.get(path.run)
-    if record.owner != token.name and not token.may("admin"):
-        raise HTTPProblem(403, "This run belongs to another owner.", kind="owner", fix="ask its owner, or an admin")
+@operation(
+    "DELETE", RUN, scope="run", owned=True, summary="The run and its data are gone", tag="runs", errors=(404, 409)
+)
+async def delete_run(service: Service, path: RunPath) -> None:
+    """Only a run that has ended."""
     await service.registry.delete(path.run)
     await service.forget(path.run)
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from orchestration.recipe.checks.registry import check, problem
+from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.field_problems import field_problem
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import Problem, split_fix, suggest, value_or_none
 from orchestration.recipe.schema import Recipe
+from orchestration.sandbox.sandbox import WAY_OUT, available
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, PARAMETERS, EngineUnknown, Side, engine_names, find_factory
-from stages.prompts.tasks import CONFIGS
+from stages.prompts.tasks import CONFIGS, HARMLESS, REWARDS
+from stages.rewards.gym_answers import EVALUATES, EXECUTES
 from stages.user_code import place_of
 
 SIDES: tuple[Side, ...] = ("rollout", "train")
@@ -117,6 +120,49 @@ def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(key, name, *found)
     if names and all(function.weight == 0 for function in recipe.reward.functions):
         yield Problem("reward.functions", None, "all have weight 0", "give at least one another weight")
+
+
+@check("reward.functions", "reward.processes")
+def sandboxes_are_of_use(recipe: Recipe) -> Iterator[Problem]:
+    """What a model wrote is scored by installed code in a sandbox alone; what a sandbox lets through needs one."""
+    for index, function in enumerate(recipe.reward.functions):
+        key = f"reward.functions.{index}"
+        if function.name in REWARDS and function.name not in HARMLESS and function.sandbox is False:
+            wrong = f"would let {function.name} score what a model wrote without a sandbox"
+            yield Problem(f"{key}.sandbox", False, wrong, "leave it out")
+        elif function.is_sandboxed and not recipe.reward.processes and recipe.runs_stage("reward"):
+            wrong = f"leaves no process that could be in a sandbox, as that of {function.name!r} is to be"
+            yield problem(recipe, "reward.processes", wrong, "use 1 or more")
+        for name in ("network", "read"):
+            if getattr(function, name) and not function.is_sandboxed:
+                why = "which needs none" if function.name in HARMLESS else "which is called without a sandbox"
+                fix = "leave it out" if function.name in HARMLESS else f"leave it out, or set {key}.sandbox = true"
+                yield Problem(
+                    f"{key}.{name}", getattr(function, name), f"has no effect on {function.name!r}, {why}", fix
+                )
+
+
+@machine_check("reward.functions", "prompts")
+def sandboxes_can_be_had(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    functions = recipe.reward.functions
+    sandboxed = [index for index, function in enumerate(functions) if function.is_sandboxed]
+    if not environment.devices or not sandboxed or not recipe.runs_stage("reward"):
+        return
+    for index in sandboxed:
+        for place, path in enumerate(functions[index].read):
+            if not Path(path).expanduser().exists():
+                yield Problem(f"reward.functions.{index}.read.{place}", path, "is not there", "correct the path")
+    found = available()
+    if found.mechanism:
+        return
+    for index in sandboxed:
+        if ":" in (name := functions[index].name):
+            yield Problem(f"reward.functions.{index}.sandbox", True, f"{name} gets {found.shortfall}", WAY_OUT)
+    for key, part in recipe.prompts.parts().items():
+        if part.source == "reasoning_gym" and part.task in {*EVALUATES, *EXECUTES}:
+            yield Problem(
+                f"{key}.task", part.task, f"is scored by evaluating answers, and gets {found.shortfall}", WAY_OUT
+            )
 
 
 @check("algorithm")

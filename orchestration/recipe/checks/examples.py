@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stages.models import Tokenizer
 
 FEW_ROWS = 20  # read of a file for an example
+TEXTS = ("What is 3 + 4?\n", *(character * 60 + "!" for character in "a1 \n_-é字"))  # any tokenizer reads them
 # Conversations, of which a template takes one at least.
 QUESTION = {"role": "user", "content": "What is 3 + 4?"}
 INVENTED = (
@@ -104,6 +105,22 @@ def _first_rows(options: PromptOptions, seed: int) -> list[tuple[Row, str]]:
     rows = open_rows(options.model_copy(update={"config": config}), seed)
     where = f"row 1 of {options.task or options.path}"
     return [(rows(0) if callable(rows) else rows[0], where)]
+
+
+@machine_check("model.source")
+def tokenizer_reads_texts(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
+    """Some expressions of a tokenizer.json make its library fail on some texts."""
+    if vocabulary_of(recipe) is None or recipe.model.source in KNOWN_MODELS:
+        return
+    if (tokenizer := _tokenizer(recipe)) is None:
+        return
+    from stages.models import TokenizerFailed
+
+    try:
+        for text in TEXTS:
+            tokenizer.decode(tokenizer(text)["input_ids"])
+    except TokenizerFailed as error:
+        yield problem(recipe, "model.source", *split_fix(str(error)))
 
 
 @machine_check("model.source", "prompts.chat_template")

@@ -113,7 +113,7 @@ def reference_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem
             yield problem(recipe, "model.reference", wrong, "take it out, or use an algorithm that reads ref_logprobs")
         return
     fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/model of a run"
-    yield from _same_family(recipe, "model.reference", reference, fix)
+    yield from _same_family(recipe, environment, "model.reference", reference, fix)
 
 
 @machine_check("model", "critic", "algorithm", "train.engine")
@@ -123,7 +123,7 @@ def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
         yield Problem("critic.device", device, *fault)
     if recipe.critic.source is not None:
         fix = "give the directory of a Hugging Face checkpoint, such as checkpoints/STEP/critic/model of a run"
-        yield from _same_family(recipe, "critic.source", recipe.critic.source, fix)
+        yield from _same_family(recipe, environment, "critic.source", recipe.critic.source, fix)
     source = recipe.critic.source or recipe.model.source
     wanted = [name for name in ("tp", "pp") if getattr(recipe.critic, name) > 1]
     if wanted and recipe.trains_critic and model_files.text_config(source):
@@ -135,11 +135,15 @@ def critic_fits(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
                 yield problem(recipe, f"critic.{name}", f"is not available for the model in {source} ({reason})", fix)
 
 
-def _same_family(recipe: Recipe, key: str, source: str, fix: str) -> Iterator[Problem]:
+def _same_family(recipe: Recipe, environment: Environment, key: str, source: str, fix: str) -> Iterator[Problem]:
     """What is wrong with ``source`` as a model that reads the policy's tokens."""
     if source not in KNOWN_MODELS and not model_files.is_folder(source):
         yield problem(recipe, key, "is neither a known model nor a directory", fix)
         return
+    if source not in KNOWN_MODELS:
+        folder, needs_weights = model_files.folder_of(source), recipe.train.engine != "mock"
+        for fault in model_files.faults(folder, environment.reading, weights=needs_weights):
+            yield problem(recipe, key, *fault)
     from stages.models import load_tokenizer
 
     found = value_or_none(lambda: [load_tokenizer(of).get_vocab() for of in (source, recipe.model.source)])

@@ -8,6 +8,7 @@ from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import KNOWN_MODELS, text_config, tokens_of
 from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
+from orchestration.sandbox.sandbox import WAY_OUT, available
 
 
 def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Problem]:
@@ -23,6 +24,9 @@ def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Proble
     if recipe.logprob_temperature != recipe.rollout.temperature:
         wrong = "has no effect: prompts.responses are given, nothing is sampled, and evaluations are greedy"
         yield Problem("rollout.temperature", recipe.rollout.temperature, wrong, "leave it out")
+    confined = [function.name for function in recipe.reward.functions if function.is_sandboxed]
+    if confined and recipe.runs_stage("reward") and (shortfall := available().shortfall):
+        yield Problem("reward.functions", None, f"{confined} get {shortfall}", WAY_OUT)
     if recipe.rollout.engine != "torch" and not recipe.prompts.responses and recipe.model.vocabulary == "auto":
         yield from _unmasked(recipe)
     if change is not None and longest > change:

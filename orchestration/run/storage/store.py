@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +27,11 @@ import stamina
 
 from orchestration.run.lock import RunError
 from pipeline.locks import locked
-from stages.weights.manifest import MANIFEST, STATE, FileDigest, FilesDamaged, damages, hashed, parse
+from stages.weights.manifest import MANIFEST, STATE, FileDigest, FilesDamaged, damages, hashed, parse, refuse_names
 from stages.weights.manifest import read as read_manifest
 
 FILES = "files.json"
+STEP = re.compile(r"step-\d{8,18}")  # the folder of a checkpoint
 PUSH_SECONDS = 300.0  # for which a store that refuses is tried again, beside training
 PULL_SECONDS = 3600.0  # for which another process of this machine may be reading the same checkpoint
 LASTING = (FileNotFoundError, PermissionError, ImportError)  # no such bucket, no right to write, no library
@@ -72,7 +74,8 @@ class CheckpointStore:
     def names(self) -> list[str]:
         """Returns the folders of the complete checkpoints, oldest first."""
         found = self._files.glob(f"{self._root}/step-*/{FILES}")
-        return sorted(PurePosixPath(path).parent.name for path in found)
+        names = [PurePosixPath(path).parent.name for path in found]
+        return sorted(name for name in names if STEP.fullmatch(name))
 
     def push(self, checkpoint: Path, keep: int) -> None:
         """Copy the folder ``checkpoint`` to the URL, in the place of one of this name, and remove all but the newest
@@ -106,7 +109,9 @@ class CheckpointStore:
 
     def _staged(self, name: str) -> list[str]:
         root = f"{self._root}/{name}"
-        return [str(PurePosixPath(path).relative_to(root)) for path in self._files.find(root)]
+        names = [str(PurePosixPath(path).relative_to(root)) for path in self._files.find(root)]
+        refuse_names(names, [], f"{self.url}/{name}")
+        return names
 
     def _put(self, files: Mapping[str, Path], name: str) -> None:
         """Copy ``files`` to their names below the folder ``name``."""
@@ -142,6 +147,16 @@ class CheckpointStore:
                 sync(path)
             self._files.mv(partial, f"{root}/{FILES}")
             sync(root)
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        """Returns the files of the checkpoint ``name`` with their bytes. Raises FilesDamaged, and FileNotFoundError."""
+        where, content = f"{self.url}/{name}/{FILES}", self._files.cat_file(f"{self._root}/{name}/{FILES}")
+        try:
+            sizes = dict(json.loads(content))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise FilesDamaged(f"{where} is damaged: it is no list of files ({error!r:.200})") from None
+        refuse_names(sizes, sizes.values(), where)
+        return sizes
 
     def _verify(self, name: str, partial: Path, target: Path, files: Iterable[str]) -> None:
         """Compare ``files`` of the checkpoint ``name``, copied to ``partial``, with its digests: there, or in ``target``.
@@ -191,13 +206,15 @@ class CheckpointStore:
         with locked(directory / ".pull.lock", wait=PULL_SECONDS):
             for left in directory.glob(".pull-*"):  # of a killed process
                 shutil.rmtree(left)
-            sizes = json.loads(self._files.cat_file(f"{self._root}/{name}/{FILES}"))
+            sizes = self._sizes(name)
             partial = directory / f".pull-{uuid.uuid4().hex}"
             found = {file.partition("/")[0] for file in sizes} - {STATE}
             asked = found & {*(parts or found), MANIFEST}
             lacking = [part for part in (*sorted(asked), STATE) if not (target / part).exists()]
             wanted = {file: size for file, size in sizes.items() if file.partition("/")[0] in lacking}
-            for file in wanted:
+            for file, size in wanted.items():
+                if (there := self._files.info(f"{self._root}/{name}/{file}")["size"]) != size:
+                    raise OSError(f"checkpoint: {self.url}/{name}/{file} has {there} bytes of {size}; copy it again")
                 (partial / file).parent.mkdir(parents=True, exist_ok=True)
             self._files.get(
                 [f"{self._root}/{name}/{file}" for file in wanted], [str(partial / file) for file in wanted]

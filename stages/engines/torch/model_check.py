@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from stages.engines.registry import Side
 from stages.engines.torch.attention_interface import PROBE
+from stages.weight_files import NeedsOwnCode, read_config
 
 VOCABULARY, WIDTH, EXPERTS = 512, 64, 4  # of the small model, at most
 WINDOW = PROBE // 3
@@ -36,7 +37,9 @@ def refusal(folder: Path, side: Side, *, tp: bool = False, pp: bool = False, con
 def _refusal(folder: Path, text: str, side: Side, tp: bool, pp: bool, context: int | None) -> str:
     """``text``: the config's content, so that a changed config is read again."""
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = read_config(folder)
+    except NeedsOwnCode:
+        return ""  # is reported with the folder's files
     except (ValueError, KeyError, TypeError, OSError) as error:
         first, *_ = str(error).split("\n")
         return f"its config cannot be read: {first}"
@@ -74,7 +77,7 @@ def _small_model(config: PretrainedConfig) -> Any:
     """Returns a small model of ``config``'s kind, with one layer of each kind that it has."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(_small(config)).float().eval()
+        model = AutoModelForCausalLM.from_config(_small(config), trust_remote_code=False).float().eval()
         model(input_ids=torch.arange(8)[None], use_cache=False)
     return model
 

@@ -58,6 +58,7 @@ def import_vllm() -> Any:
 def engine_arguments(vllm: Any, own: Mapping[str, Any], further: Mapping[str, Any]) -> Any:
     """Returns vLLM's ``AsyncEngineArgs`` with an engine's ``own`` arguments and ``further`` ones of ``rollout.vllm``. Raises
     ``ValueError`` for one that it does not have, or that is in ``own``."""
+    own = {**own, "trust_remote_code": False}
     known = {field.name for field in dataclasses.fields(vllm.AsyncEngineArgs)}
     for name, value in further.items():
         if name in own:

@@ -29,7 +29,7 @@ from orchestration.recipe.problems import RecipeError
 from orchestration.run import checkpoint
 from orchestration.run.lock import lock_run
 from tests import forked
-from tests.orchestration.runs import TINY
+from tests.orchestration.runs import MOCK, TINY, recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 SLOW = ["--set=train.steps=500", "--set=checkpoint.every=400", "--set=rollout.mock={median_tokens=8,time_scale=0.5}"]
@@ -191,11 +191,11 @@ def test_two_runs_with_default_names_in_one_second_both_have_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
-    folders = [local_run.new_folder(tmp_path / "runs", "mock") for _ in range(3)]
-    assert [folder.name for folder in folders] == [f"mock-20260101-000000{end}" for end in ("", "-2", "-3")]
+    folders = [local_run.new_folder(tmp_path / "runs", recipe(MOCK)) for _ in range(3)]
+    assert [folder.name for folder in folders] == [f"mock-test-20260101-000000{end}" for end in ("", "-2", "-3")]
     (tmp_path / "file").write_text("a file")
     with pytest.raises(OSError, match="file"):
-        local_run.new_folder(tmp_path / "file", "mock")
+        local_run.new_folder(tmp_path / "file", recipe(MOCK))
 
 
 # ── unexpected errors ──

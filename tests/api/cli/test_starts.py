@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestration.service.own_services import read_authorization
 from tests.api.served import SECONDS, environment
 
 HEAVY = {"torch", "tensordict", "transformers", "safetensors.torch"}
@@ -39,9 +40,10 @@ def imported(output: str) -> set[str]:
     return found
 
 
-def answer(url: str, body: object = None) -> str:
+def answer(url: str, token: str, body: object = None) -> str:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"} if data else {})
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers)
     with urllib.request.urlopen(request, timeout=SECONDS) as response:
         return str(response.read().decode())
 
@@ -81,10 +83,10 @@ def test_a_service_starts_and_answers_without_torch(tmp_path: Path) -> None:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("AsyncDock serves "), log.read_text()
-        url = line.split()[2]
+        url, token = line.split()[2], read_authorization(tmp_path / "service")
         for path in ("", "v1/runs", "v1/recipes", "v1/recipes/mock", "v1/recipes/schema", "metrics", "openapi.json"):
-            assert answer(f"{url}/{path}")
-        assert json.loads(answer(f"{url}/v1/recipes/check", {"recipe_name": "mock"}))["recipe"]["name"] == "mock"
+            assert answer(f"{url}/{path}", token)
+        assert json.loads(answer(f"{url}/v1/recipes/check", token, {"recipe_name": "mock"}))["recipe"]["name"] == "mock"
         out, modules = asyncdock("runs", "list", "--server", url, "--json")
         assert json.loads(out) == []
         assert not modules & HEAVY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 import subprocess
 import tomllib
@@ -49,8 +50,7 @@ def browser(one_browser: Browser, served: Site) -> Iterator[Browser]:
     """A page without a past; what it complains of by the test's end is an error. A run that the test leaves goes with it."""
     before = served.active()
     one_browser.shape()
-    one_browser.open(served.url)
-    one_browser.js("sessionStorage.clear()")
+    one_browser.enter(served.url, served.own_token)
     one_browser.complaints()
     yield one_browser
     complaints = one_browser.complaints()
@@ -356,7 +356,7 @@ def test_a_script_that_got_into_the_page_would_not_run(browser: Browser) -> None
 def test_a_server_that_wants_a_token_is_given_one_and_it_is_kept_in_the_tab_alone(
     one_browser: Browser, tmp_path: Path
 ) -> None:
-    with site(tmp_path, "--require-token") as locked:
+    with site(tmp_path) as locked:
         token = locked.token("read")
         one_browser.open(locked.url)
         one_browser.type("Token", "adk_wrong")
@@ -378,6 +378,59 @@ def test_a_server_that_wants_a_token_is_given_one_and_it_is_kept_in_the_tab_alon
         one_browser.click("Sign out")
         one_browser.named("Token", "field")
         assert one_browser.js("return sessionStorage.length") == 0
+        one_browser.complaints()
+
+
+def test_a_link_signs_the_browser_in_once_and_for_all_tabs(one_browser: Browser, tmp_path: Path) -> None:
+    """Used twice, or after the server was started anew, it says so and how to go on."""
+    form = "return document.querySelector('main').innerText"
+    with site(tmp_path) as locked:
+        link = locked.link()
+        one_browser.shape()
+        one_browser.open(link)
+        one_browser.until("return document.querySelector('main').innerText.includes('No run yet')")
+        kept = one_browser.js(
+            "return [Object.values(localStorage), sessionStorage.length, document.cookie, location.href, history.length]"
+        )
+        assert kept[0][0].startswith("adock-session_")
+        assert kept[1:4] == [0, "", f"{locked.url}#/"], "the code is not in the address, and there is no cookie"
+        first = one_browser.driver.current_window_handle
+        one_browser.driver.switch_to.new_window("tab")
+        one_browser.open(locked.url)
+        one_browser.until("return document.querySelector('main').innerText.includes('No run yet')", why="a second tab")
+
+        one_browser.open(link)
+        one_browser.until(f"{form}.includes('This link was used already')")
+        assert "This browser is signed in already." in one_browser.text("main")
+        one_browser.click("All runs")
+        one_browser.until("return document.querySelector('main').innerText.includes('No run yet')")
+
+        locked.kill()
+        locked.start()
+        one_browser.open(locked.url)
+        one_browser.until(f"{form}.includes('This sign-in has ended: the server was started anew')")
+        assert "asyncdock link" in one_browser.text("main")
+        assert one_browser.js("return localStorage.length") == 0
+        assert one_browser.axe("main") == []
+        if folder := os.environ.get("ASYNCDOCK_SHOTS"):
+            (Path(folder) / "sign-in-ended.png").write_bytes(one_browser.picture())
+
+        one_browser.open(link)
+        one_browser.until(f"{form}.includes('is of a server that has ended')")
+        if folder := os.environ.get("ASYNCDOCK_SHOTS"):
+            (Path(folder) / "link-used.png").write_bytes(one_browser.picture())
+        one_browser.js("location.href = arguments[0]", locked.link())  # in the same tab: only the fragment changes
+        one_browser.until("return document.querySelector('main').innerText.includes('No run yet')")
+        session = one_browser.js("return Object.values(localStorage)[0]")
+        one_browser.click("Sign out")
+        one_browser.named("Token", "field")
+        assert one_browser.js("return localStorage.length") == 0
+        answer = one_browser.asynchronous(
+            "return (await fetch('v1/runs', {headers: {Authorization: `Bearer ${arguments_[0]}`}})).status;", session
+        )
+        assert answer == 401, "the server has forgotten the session, too"
+        one_browser.driver.close()
+        one_browser.driver.switch_to.window(first)
         one_browser.complaints()
 
 

@@ -122,7 +122,7 @@ def browser() -> Iterator[Browser]:
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_text_leaves_its_box(browser: Browser, served: Site, run: str, width: int, scheme: str) -> None:
     browser.shape(width, 1500, scheme=scheme)
-    browser.open(served.url)
+    browser.enter(served.url, served.own_token)
     browser.asynchronous(LARGE)
     browser.js("location.hash = arguments[0]", f"#/runs/{run}")
     browser.until("return document.querySelectorAll('.plot canvas').length >= 7")

@@ -22,7 +22,7 @@ from api.external.codec import to_body
 from api.server.access.tokens import Tokens
 from orchestration.run.engines import train_engine
 from pipeline.index.client import Index
-from tests.api.external.test_external import BINARY, EXTERNAL, GET, Going, going, put_body
+from tests.api.external.test_external import BINARY, EXTERNAL, GET, OWNER, Going, going, put_body
 from tests.api.serving import bearer, problem
 from tests.orchestration.external.test_session import responses
 from tests.orchestration.run.test_run import assert_each_sample_once
@@ -33,7 +33,7 @@ TRAINER: dict[str, Any] = {**TINY, "external": {"stages": ["update"]}}
 
 async def two_bearers(url: str) -> tuple[dict[str, str], dict[str, str]]:
     tokens = Tokens(url)
-    made = [(await tokens.create(name, "run"))[1] for name in ("owner", "foreigner")]
+    made = [(await tokens.create(OWNER, "run"))[1] for _ in range(2)]  # of one user: others get 403 for all of it
     await tokens.close()
     return bearer(made[0]), bearer(made[1])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ from api.policy.pieces import BYTES
 from api.schemas.completions import REQUESTS
 from api.server.problems import HTTPProblem
 from orchestration.policy.served import Policies
+from orchestration.processes.forkserver import ForkServer
+from tests.forked import fork_server, listen
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WORDS = ["Ġthe", "Ġa", "ing", "END", "Ã©", "ðŁĺ", "âĤ¬"]  # of several bytes: é, the beginning of an emoji, €
@@ -84,8 +88,17 @@ class Client:
         raise AssertionError(body)
 
 
+@functools.cache
+def forks() -> ForkServer:
+    """One for all tests of this process."""
+    listen()
+    made = fork_server()
+    atexit.register(made.close)
+    return made
+
+
 @contextmanager
 def checkpoint(folder: Path, model: Any, tokenizer: Any) -> Iterator[Client]:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    yield Client(Policies("redis://127.0.0.1:1", checkpoints={"bytes": str(folder)}))
+    yield Client(Policies("redis://127.0.0.1:1", checkpoints={"bytes": str(folder)}, forks=forks()))

@@ -53,7 +53,7 @@ async def test_a_run_is_deployed_on_ray_serve(cluster: str, tmp_path: Path) -> N
         async def deploy(*options: str) -> str:
             return await asyncio.to_thread(asyncdock, "deploy", "deployed", "--address", cluster, *options)
 
-        options = ["--index", server.url, "--listen", f"127.0.0.1:{port}", "--require-token"]
+        options = ["--index", server.url, "--listen", f"127.0.0.1:{port}"]
         options += ["--max", "2", "--target", "1", "--delay", "0.5", "--cpus", "0.5"]
         assert f"http://127.0.0.1:{port}/v1" in await deploy(*options)
         url = f"http://127.0.0.1:{port}/v1"

@@ -131,7 +131,9 @@ async def trainer(begun: tuple[str, str, RunPaths, Recipe, list[int]]) -> AsyncI
 
 @pytest.fixture
 async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=SECONDS, max_retries=0) as made:
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key=served.token, timeout=SECONDS, max_retries=0
+    ) as made:
         yield made
 
 

@@ -75,7 +75,7 @@ def test_a_token_is_asked_for_where_the_server_asks_for_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "asked"), [({"require_token": True}, True), ({}, False), ({"hosts": ("dock",)}, True)]
+    ("settings", "asked"), [({"no_token": False}, True), ({"no_token": True}, False), ({"hosts": ("dock",)}, True)]
 )
 async def test_the_server_says_in_its_document_whether_it_asks_for_tokens(
     index_url: str, tmp_path: Path, settings: dict[str, Any], asked: bool
@@ -103,7 +103,7 @@ def _declared(status: str) -> set[tuple[str, str]]:
 
 
 async def test_401_is_declared_where_a_request_without_a_token_gets_it(index_url: str, tmp_path: Path) -> None:
-    async with serving(index_url, tmp_path, require_token=True) as client:
+    async with serving(index_url, tmp_path, no_token=False) as client:
         found = await _statuses(client, {})
     assert {one for one, status in found.items() if status == 401} == _declared("401")
 
@@ -112,10 +112,10 @@ async def test_503_is_declared_where_an_index_that_does_not_answer_makes_it(tmp_
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nowhere = f"redis://127.0.0.1:{free.getsockname()[1]}"
-    async with serving(nowhere, tmp_path, require_token=True) as client:
+    async with serving(nowhere, tmp_path, no_token=False) as client:
         found = await _statuses(client, bearer(TOKEN))
     assert {one for one, status in found.items() if status == 503} == _declared("503")
-    assert {status for status in found.values()} == {200, 503}
+    assert {one: status for one, status in found.items() if status not in (200, 503)} == {("post", "/v1/login"): 415}
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------
@@ -324,7 +324,9 @@ def test_every_operation_of_a_generated_client_can_be_imported(generated: Callab
 
 def test_a_generated_client_drives_a_run(served: Served, generated: Callable[[str], ModuleType]) -> None:
     models, answer = generated("models"), json.loads(json.dumps(document()))
-    client = generated("client").Client(base_url=served.url, timeout=SECONDS, raise_on_unexpected_status=True)
+    client = generated("client").AuthenticatedClient(
+        base_url=served.url, token=served.token, timeout=SECONDS, raise_on_unexpected_status=True
+    )
 
     def call(operation: str, *arguments: Any, **named: Any) -> Any:
         return generated(f"api.{operation}").sync(*arguments, client=client, **named)

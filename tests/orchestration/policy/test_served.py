@@ -151,7 +151,8 @@ async def test_tokens_that_pad_the_embedding_are_served_where_the_recipe_says_so
                 }
             )
             async with contextlib.AsyncExitStack() as stack:
-                policy = await served._policy(changed, b"", stack)
+                policies = served.Policies("redis://127.0.0.1:1", checkpoints={})
+                policy = await policies._policy(changed, b"", stack, trusted=True)
                 await policy.engines.open(0, None)
                 (engine,) = policy.engines.all()
                 assert engine._decoder._sampled == known  # type: ignore[attr-defined]

@@ -21,6 +21,8 @@ from orchestration.run.storage.store import CheckpointStore, StoreRefused
 from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
+from stages.weights import manifest
+from stages.weights.manifest import FilesDamaged
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
 from tests.orchestration.runs import MOCK, TINY, complete, recipe
 from tests.ranks import on_ranks
@@ -245,3 +247,56 @@ def test_a_relative_path_is_of_the_folder_in_which_the_run_began(
     assert recipe(MOCK, checkpoint__url="x").with_absolute_paths().checkpoint.url == str(tmp_path / "x")
     assert recipe(MOCK, checkpoint__url="s3://b/x").with_absolute_paths().checkpoint.url == "s3://b/x"
     assert recipe(MOCK).with_absolute_paths().checkpoint.url == ""
+
+
+# ── lists that somebody else has written ──
+
+OUTSIDE = ["../outside", "/tmp/outside", "model/../../outside", "./model/a", "model//a", "", "model/a\n", "..", "a\0b"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_that_leads_out_of_its_checkpoint_is_refused(name: str, url: str, tmp_path: Path) -> None:
+    store, here = CheckpointStore(url), tmp_path / "here"
+    store.push(written(here, 2), keep=9)
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    listed = json.loads(files.cat_file(f"{root}/step-00000002/files.json"))
+    files.pipe_file(f"{root}/step-00000002/files.json", json.dumps({**listed, name: 1}).encode())
+    with pytest.raises(FilesDamaged, match=r"files\.json names .*, which"):
+        store.pull("step-00000002", tmp_path / "there")
+    assert contents(tmp_path / "there").keys() <= {".pull.lock"}
+    digests = {"files": {name: {"bytes": 1, "xxh3": "0"}}}
+    with pytest.raises(FilesDamaged, match=r"digests\.json names .*, which"):
+        manifest.parse(json.dumps(digests).encode(), "digests.json")
+
+
+@pytest.mark.parametrize("size", [-1, "1", 1.5, None, True])
+def test_a_size_that_is_none_is_refused(size: object, url: str, tmp_path: Path) -> None:
+    store = CheckpointStore(url)
+    store.push(written(tmp_path / "here", 2), keep=9)
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    files.pipe_file(f"{root}/step-00000002/files.json", json.dumps({"model/config.json": size}).encode())
+    with pytest.raises(FilesDamaged, match="as the size of a file"):
+        store.pull("step-00000002", tmp_path / "there")
+
+
+def test_a_file_that_is_larger_than_listed_is_not_copied(url: str, tmp_path: Path) -> None:
+    store = CheckpointStore(url)
+    store.push(written(tmp_path / "here", 2), keep=9)
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    files.pipe_file(f"{root}/step-00000002/model/config.json", b"x" * 100_000)
+    with pytest.raises(OSError, match=r"model/config\.json has 100000 bytes of 2"):
+        store.pull("step-00000002", tmp_path / "there")
+    assert not any("config.json" in name for name in contents(tmp_path / "there"))
+
+
+def test_folders_with_other_names_are_no_checkpoints(url: str, tmp_path: Path) -> None:
+    store = CheckpointStore(url)
+    store.push(written(tmp_path / "here", 2), keep=9)
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    for name in ("step-x", "step-99999999999999999999999", "step-00000003 ", "step-1"):
+        files.makedirs(f"{root}/{name}", exist_ok=True)
+        files.pipe_file(f"{root}/{name}/files.json", b"{}")
+        (tmp_path / "here" / name).mkdir()
+        (tmp_path / "here" / name / "run.json").write_text("{}")
+    assert store.names() == ["step-00000002"]
+    assert [path.name for path in checkpoint.whole(tmp_path / "here")] == ["step-00000002"]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
+import socket
+import ssl
 import subprocess
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,9 +20,10 @@ import redis.asyncio as redis
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.sections import PipelineSection
+from pipeline.first_of import cancel_all
 from pipeline.index.address import Address, redacted, split_password, with_password
 from pipeline.index.client import OWN_ADDRESS, Index
-from pipeline.index.embedded import EmbeddedIndex, served_by_tls
+from pipeline.index.embedded import MOST_UNKNOWN, EmbeddedIndex, end_unknown, served_by_tls
 from tests.orchestration.runs import MOCK, recipe
 from tests.servers import self_signed
 
@@ -57,7 +63,7 @@ async def test_other_machines_need_the_password(served: EmbeddedIndex) -> None:
     with pytest.raises(redis.AuthenticationError):
         await ping(url.replace(password, "x"))
     with pytest.raises(redis.AuthenticationError):
-        await ping(url.replace(f":{password}@", ""))
+        await ping(url.replace(f"run:{password}@", ""))
     if url.startswith("rediss"):
         with pytest.raises(redis.ConnectionError):  # bytes outside of TLS
             await ping(url.replace("rediss", "redis").partition("?")[0])
@@ -66,6 +72,75 @@ async def test_other_machines_need_the_password(served: EmbeddedIndex) -> None:
     assert password not in repr(served.address)
     assert served.pid is not None
     assert password not in command_line(served.pid), "other users can read command lines"
+
+
+@contextlib.contextmanager
+def half_open(address: Address, count: int) -> Iterator[list[socket.socket]]:
+    """``count`` connections of one host that never say a word."""
+    opened: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            opened.append(socket.create_connection((address.host, address.port), timeout=20))
+        yield opened
+    finally:
+        for each in opened:
+            each.close()
+
+
+def ended(connections: Sequence[socket.socket]) -> bool:
+    """Whether the other side has closed all of ``connections``."""
+    for each in connections:
+        each.setblocking(False)
+        try:
+            if each.recv(1):
+                return False
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            continue
+    return True
+
+
+async def test_connections_that_never_authenticate_end_while_clients_go_on(served: EmbeddedIndex) -> None:
+    address = served.address
+    assert address is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 8192)), hard))
+    guard = asyncio.create_task(end_unknown(served))
+    try:
+        async with Index(address.url, "run") as before:
+            await before.load()
+            opening = half_open(address, 2000)
+            opened = await asyncio.to_thread(opening.__enter__)
+            try:
+                began = time.monotonic()
+                await before.put("a", "1")
+                assert await ping(address.url), "a new client connects meanwhile"
+                assert time.monotonic() - began < 5
+                while not await asyncio.to_thread(ended, opened):
+                    assert time.monotonic() - began < 30, "they are still connected"
+                    await asyncio.sleep(0.2)
+                assert await before.get("a") == "1"
+            finally:
+                opening.__exit__(None, None, None)
+    finally:
+        await cancel_all(guard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_inside_tls_few_connections_are_unknown_at_a_time(served: EmbeddedIndex) -> None:
+    address = served.address
+    assert address is not None
+    if not address.authority:
+        pytest.skip("the server itself counts connections outside of TLS")
+    context = ssl.create_default_context(cafile=address.authority)
+    context.check_hostname = False
+    own = len(os.listdir("/proc/self/fd"))
+    shaken = [await asyncio.open_connection(address.host, address.port, ssl=context) for _ in range(MOST_UNKNOWN + 50)]
+    assert len(os.listdir("/proc/self/fd")) - own < 3 * MOST_UNKNOWN + 150, "of both sides, which are this process"
+    assert await ping(address.url)
+    for _, writer in shaken:
+        writer.transport.abort()
 
 
 async def test_a_client_at_the_address_goes_on_when_the_index_was_killed(served: EmbeddedIndex) -> None:
@@ -93,8 +168,8 @@ async def test_a_client_at_the_address_goes_on_when_the_index_was_killed(served:
 
 
 def test_addresses() -> None:
-    assert Address("::1", 7, password="p").url == "redis://:p@[::1]:7"
-    assert Address("h", 7, "/ca.pem", "p").url == "rediss://:p@h:7?ssl_ca_certs=/ca.pem"
+    assert Address("::1", 7, password="p").url == "redis://run:p@[::1]:7"
+    assert Address("h", 7, "/ca.pem", "p").url == "rediss://run:p@h:7?ssl_ca_certs=/ca.pem"
     assert urlsplit(Address.parse("127.0.0.1").url).port
     assert Address.split("fd00::1") == Address.split("[fd00::1]") == ("fd00::1", 0)
     for wrong in ("", "127.0.0.1/b", "u@127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999"):

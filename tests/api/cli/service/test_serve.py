@@ -112,7 +112,7 @@ Call = Callable[..., Any]
 
 @contextlib.asynccontextmanager
 async def calling(server: Served) -> AsyncIterator[Call]:
-    async with aiohttp.ClientSession(server.url) as session:
+    async with aiohttp.ClientSession(server.url, headers=server.headers) as session:
 
         async def call(method: str, path: str, status: int = 200, **more: Any) -> Any:
             async with session.request(method, path, **more) as response:
@@ -308,12 +308,12 @@ async def test_tokens_are_made_listed_and_revoked_with_and_without_a_server(tmp_
     ann = json.loads(out)
     assert (code, ann["name"], ann["scope"]) == (0, "ann", "run")
     assert left_behind(data) == []
-    server = Served(data, "--require-token", "--runs", "0")
+    server = Served(data, "--runs", "0")
     await asyncio.to_thread(server.start)
     assert oct((data / FILE).stat().st_mode & 0o777) == "0o600"
     try:
         async with calling(server) as call:
-            await call("GET", "/v1/runs", 401)
+            await call("GET", "/v1/runs", 401, headers={"Authorization": ""})
             await call("GET", "/v1/runs", headers={"Authorization": f"Bearer {ann['token']}"})
             _, listed, _ = await asyncio.to_thread(asyncdock, "token", "list", "--data", data)
             assert ann["id"] in listed

@@ -63,7 +63,7 @@ async def test_a_token_opens_what_its_scope_says_and_no_more(index_url: str, tmp
     tokens = Tokens(index_url)
     _, text = await tokens.create("someone", scope)
     await tokens.close()
-    async with serving(index_url, tmp_path, modules=(MODULE,), require_token=True) as client:
+    async with serving(index_url, tmp_path, modules=(MODULE,), no_token=False) as client:
         for needed, (method, path) in CALLS.items():
             response = await client.request(method, path, headers=bearer(text))
             assert response.status == (200 if SCOPES.index(needed) <= SCOPES.index(scope) else 403)
@@ -80,7 +80,7 @@ async def test_without_a_valid_token_nothing_is_done(index_url: str, tmp_path: P
     forged = f"adock_{token.id}_{'A' * 43}"
     attempts = ["", "Bearer", f"Bearer {forged}", f"Bearer {expired}", f"Bearer {revoked}", f"Basic {text}"]
     attempts += [f"Bearer {text[:-1]}", f"Bearer {text}x", "Bearer adock_*_" + "A" * 43]
-    async with serving(index_url, tmp_path, modules=(MODULE,), require_token=True) as client:
+    async with serving(index_url, tmp_path, modules=(MODULE,), no_token=False) as client:
         for attempt in attempts:
             response = await client.post("/act", headers={"Authorization": attempt} if attempt else {})
             assert response.status == 401, attempt
@@ -100,19 +100,31 @@ async def test_a_wrong_token_is_refused_where_none_is_needed(index_url: str, tmp
 @pytest.mark.parametrize(
     ("settings", "needed"),
     [
-        ({}, False),
-        ({"host": "127.9.9.9"}, False),
-        ({"host": "::1"}, False),
+        ({}, True),
+        ({"no_token": True}, False),
+        ({"host": "127.9.9.9", "no_token": True}, False),
+        ({"host": "::1", "no_token": True}, False),
         ({"host": "0.0.0.0"}, True),
-        ({"host": "::"}, True),
-        ({"host": "10.0.0.7"}, True),
-        ({"host": "127.0.0.1.example.org"}, True),
-        ({"require_token": True}, True),
         ({"hosts": ("dock.example.org",)}, True),
     ],
 )
-def test_a_token_is_needed_wherever_others_can_reach_the_server(settings: dict[str, Any], needed: bool) -> None:
+def test_a_token_is_needed_unless_the_operator_wants_none(settings: dict[str, Any], needed: bool) -> None:
     assert Settings(data=Path(), **settings).tokens_needed is needed
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"host": "0.0.0.0"},
+        {"host": "::"},
+        {"host": "10.0.0.7"},
+        {"host": "127.0.0.1.example.org"},
+        {"hosts": ("dock.example.org",)},
+    ],
+)
+def test_a_server_that_others_can_reach_never_goes_without(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"no_token: .*runs code as its user; leave --no-token out"):
+        Settings(data=Path(), no_token=True, **settings)
 
 
 async def test_the_index_holds_nothing_that_a_token_could_be_made_of(index_url: str) -> None:

@@ -53,14 +53,14 @@ def served(folder: Path, *options: str, descriptors: int) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that may open 256 files, and needs no token."""
-    with served(tmp_path_factory.mktemp("few"), descriptors=256) as made:
+    with served(tmp_path_factory.mktemp("few"), "--no-token", descriptors=256) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that may open 1024 files, as is usual, and needs a token."""
-    options = ("--require-token", "--rate", "5000")
+    options = ("--rate", "5000")
     with served(tmp_path_factory.mktemp("usual"), *options, descriptors=1024) as made:
         yield made
 
@@ -188,7 +188,7 @@ async def test_bodies_that_do_not_come_delay_nobody(few: Served) -> None:
 
 @contextlib.asynccontextmanager
 async def listening(url: str, data: Path, **settings: Any) -> AsyncGenerator[tuple[Connections, int], None]:
-    made, registry = Settings(data=data, port=0, **settings), Registry(url)
+    made, registry = Settings(data=data, port=0, no_token=True, **settings), Registry(url)
     runner, where = await listen(build_app(made, registry), made)
     try:
         site = next(iter(runner.sites))

@@ -379,3 +379,49 @@ def test_whatever_a_recipe_says_it_is_taken_or_its_problems_are_told(changes: di
 def test_recipes_of_the_package_may_be_submitted_as_they_are(name: str) -> None:
     given = Settings(data=Path())
     assert accept(given, stored_recipe(given, name), {}).name == name
+
+
+# --- sandboxes ----------------------------------------------------------------------------------------------------------
+
+SCORES = "tests.orchestration.scores:early_letters"
+
+
+def confined(functions: list[dict[str, Any]], **section: Any) -> dict[str, Any]:
+    return recipe(reward={"functions": functions, **section})
+
+
+def test_functions_of_requests_run_in_a_sandbox_and_see_no_environment() -> None:
+    settings = Settings(data=Path(), allow_rewards=frozenset({SCORES}))
+    reward = accept(settings, confined([{"name": SCORES}, {"name": "spelling"}]), {}).reward
+    assert [function.is_sandboxed for function in reward.functions] == [True, False]
+    assert reward.environment == []
+    free = settings.model_copy(update={"unsandboxed_code": True})
+    reward = accept(free, confined([{"name": SCORES}]), {}).reward
+    assert [function.is_sandboxed for function in reward.functions] == [False]
+    assert reward.environment == []
+
+
+def test_what_a_sandbox_lets_through_is_allowed_by_name(tmp_path: Path) -> None:
+    wants = {"name": SCORES, "sandbox": False, "network": True, "read": ["/etc/passwd"]}
+    data = confined([wants], environment=["HOME", "MY_JUDGE_KEY"], processes=0)
+    given = {"allow_rewards": frozenset({SCORES}), "allow_environment": frozenset({"HOME"}), "roots": (tmp_path,)}
+    found = refused(data, **given)
+    fixes = {
+        "reward.functions.0.sandbox": "--unsandboxed-code",
+        "reward.functions.0.network": f"--allow-network {SCORES}",
+        "reward.functions.0.read.0": str(tmp_path),
+        "reward.environment.1": "--allow-environment MY_JUDGE_KEY",
+        "reward.processes": "--unsandboxed-code",
+    }
+    assert {key: fix in found[key].fix for key, fix in fixes.items()} == dict.fromkeys(fixes, True)
+    assert "reward.environment.0" not in found
+    (tmp_path / "words.txt").write_text("")
+    data = confined([{"name": SCORES, "network": True, "read": ["words.txt"]}], environment=["HOME"])
+    accepted = accept(Settings(data=Path(), allow_networks=frozenset({SCORES}), **given), data, {}).reward
+    assert (accepted.functions[0].network, accepted.functions[0].read) == (True, [str(tmp_path / "words.txt")])
+
+
+def test_overrides_do_not_undo_a_sandbox() -> None:
+    data, given = confined([{"name": SCORES}]), {"allow_rewards": frozenset({SCORES})}
+    found = refused(data, overrides={"reward.functions.0.sandbox": False, "reward.environment": ["X"]}, **given)
+    assert {"reward.functions.0.sandbox", "reward.environment.0"} <= found.keys()

@@ -150,7 +150,7 @@ async def test_a_stream_is_refused_before_it_begins(client: Client, run: Eventfu
 async def test_streams_and_metrics_need_a_token_where_one_is_needed(
     index_url: str, tmp_path: Path, run: EventfulRun
 ) -> None:
-    async with serving(index_url, tmp_path, require_token=True) as client:
+    async with serving(index_url, tmp_path, no_token=False) as client:
         for path in ("/metrics", *(f"{run.path}/{what}" for what in ("metrics", "metrics/stream", "trace"))):
             await problem(await client.get(path), 401)
             await problem(await client.get(path, headers=bearer("made-up")), 401)

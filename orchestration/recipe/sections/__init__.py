@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
 from orchestration.recipe.bounds import LARGEST
+from orchestration.recipe.sections.rewards import RewardSection as RewardSection
 from orchestration.recipe.values import (
     AUTO_STALENESS,
     DEVICE_MEANING,
@@ -182,64 +183,6 @@ class RolloutSection(Section):
     def cuts(self) -> bool:
         """Whether unfinished responses are parked."""
         return bool(self.budget) or self.on_update == "cut" or self.straggler == "park"
-
-
-class RewardFunction(Section):
-    """One reward function and its weight."""
-
-    name: str = key(
-        ...,
-        "A reward of the package (`arithmetic`, `exact_number`, `reasoning_gym`, `spelling`), one that an "
-        "installed package registers, or `module:function`.",
-        min_length=1,
-        examples=["arithmetic", "my_rewards:brevity"],
-    )
-    weight: float = key(1.0, "Factor of its score in the sample's reward, which is the sum.")
-    batch: bool = key(
-        False,
-        "Call an async function with up to 64 responses, as a plain one. Default: with one response in each call.",
-    )
-
-
-class RewardSection(Section):
-    """Scoring of responses."""
-
-    functions: list[RewardFunction] = key(
-        [],
-        "Reward functions; their weighted scores add up. Needed where responses are scored: where they are generated, and "
-        "in evaluations.",
-        max_length=64,
-    )
-    special_tokens: Literal["skip", "keep"] = key(
-        "skip", "Of the texts that functions get. `keep`: such as `<think>`, but not the token that ends a response."
-    )
-    workers: Count = key(1, "Reward controllers that score at the same time.")
-    timeout: Seconds = key(
-        60.0, "Longest time of one call of a function: a plain one gets up to 64 responses, an async one gets one."
-    )
-    retries: CountOrZero = key(
-        2,
-        "Further calls of a function with one response alone, after it raised, returned no score, took too long or died.",
-    )
-    on_error: Literal["fail", "zero", "drop"] = key(
-        "drop",
-        "What a response costs on which a function fails each time. `drop`: its group leaves the run, and another one is "
-        "generated. `zero`: the function's score is 0. `fail`: the run fails.",
-    )
-    concurrency: Count = key(
-        64,
-        "Calls of async functions at the same time, of each worker that scores; those after a failure are among them.",
-    )
-    processes: CountOrZero = key(
-        4,
-        "Processes that call functions (`arithmetic`, `exact_number`, `spelling` need none), started as they are needed; "
-        "async ones run in one more, at the same time (`concurrency`). "
-        "0: in the worker, for debugging: one that hangs or crashes harms the run.",
-    )
-    memory: SizeOrZero = key(4 * 2**30, "Memory of one such process; one that needs more is replaced. 0: no limit.")
-    max_error_share: Annotated[float, Field(ge=0, le=1)] = key(
-        0.25, "The run fails when a function fails on more than this share of its last 256 responses."
-    )
 
 
 class AlgorithmSection(Section):
@@ -580,6 +523,9 @@ class LaunchSection(Section):
     )
     autoscale: AutoscaleSection = AutoscaleSection()
     leave_timeout: Seconds = key(60.0, "Time for a leaving rollout worker to park, and its host to move samples.")
+    readers: Literal["owner", "group", "all"] = key(
+        "owner", "Users that may read the run's folder. Its `recipe.json` and its index are its owner's in any case."
+    )
     collective_timeout: Seconds = key(300.0, "Longest wait of a rank for the others in a collective call.")
     hang_timeout: Seconds = key(
         120.0, "Longest time without a sign of life of a worker; then it is ended, and restarted as a dead one."

@@ -1,0 +1,51 @@
+"""Folders of runs that others may have written: what a command looks at before it reads one.
+
+another user's folder ─▶ resume: refused, as a resumed run executes what its recipe names
+a pipe or a device in it ─▶ refused by its name: reading it would wait, or never end
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import TypeVar
+
+from api.cli.output import refuse
+
+Named = TypeVar("Named", Path, str, Path | None)
+
+SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def run_folder(run: Named) -> Named:
+    """Return ``run``; end the command where it is a folder with something in it that cannot be read as a file. A callback of
+    arguments that name the folder of a run."""
+    if run is None or not os.path.isdir(run):
+        return run
+    for folder, _, names in os.walk(run):
+        for name in names:
+            path = os.path.join(folder, name)
+            try:
+                kind = stat.S_IFMT(os.stat(path).st_mode)
+            except OSError:
+                continue  # a link to nothing, or removed by a run that goes on
+            if kind in SPECIAL:
+                refuse(f"run: {path} is {SPECIAL[kind]}, which no run has; remove it, after a look at who put it there")
+    return run
+
+
+def refuse_anothers(run_dir: Path, trusted: bool) -> None:
+    """End the command unless the run in ``run_dir`` is this user's, root's, or ``trusted``."""
+    from orchestration.run.run import BEGUN_IN, RECIPE
+
+    for path in (run_dir, run_dir / RECIPE, run_dir / BEGUN_IN):
+        try:
+            owner = path.stat().st_uid
+        except OSError:
+            continue  # is reported where it is read
+        if owner not in (0, os.geteuid()) and not trusted:
+            refuse(
+                f"run: {path} belongs to user {owner}, and a resumed run executes, as user {os.geteuid()}, what its recipe "
+                f"names; look at {run_dir / RECIPE}, and give --trust to go on"
+            )

@@ -1,0 +1,20 @@
+"""Which addresses are one client."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def client_of(address: str) -> str:
+    """Return the client of an address: for IPv6 its /64 network, since one customer has all 2**64 addresses of it.
+
+    >>> client_of("10.0.0.7"), client_of("2001:db8::1:2"), client_of("::ffff:10.0.0.7"), client_of("fe80::1%eth0")
+    ('10.0.0.7', '2001:db8::/64', '10.0.0.7', 'fe80::/64')
+    """
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # a Unix socket, or a client that has disconnected
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))

@@ -1,0 +1,69 @@
+"""Process that renders chats and tokenises long texts for :mod:`orchestration.policy.texts`, one request at a time.
+
+    {"recipe", "messages" | "texts", "most"} ──▶ chat template ──▶ tokenizer ──▶ {"ids"} or {"refused", "fix"}
+
+The template and the tokenizer's patterns come with a model or a recipe: they are programs of a stranger.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from orchestration.processes.confined import answer_questions
+from orchestration.recipe.schema import Recipe
+from orchestration.run.engines import tokenizer_of
+from stages.models import Tokenizer, TokenizerFailed
+
+MEMORY_BYTES = 1 << 30  # that one request may take
+LONGEST_SECONDS = 120  # after which the process ends; the policies' process kills it long before
+TOO_LARGE = {
+    "refused": f"It needs more than {MEMORY_BYTES >> 20} MiB of memory to be read.",
+    "fix": "give a shorter text, or another chat template",
+}
+
+
+@lru_cache(4)
+def _opened(recipe: str) -> tuple[Recipe, Tokenizer]:
+    made = Recipe.from_json(recipe)
+    return made, tokenizer_of(made)
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokens of the ``texts``, or those of the ``messages`` as the chat template of ``recipe`` renders them.
+    ``most``: characters of a text, None: any number."""
+    try:
+        return _answer(request)
+    except TokenizerFailed as failed:
+        return {"refused": f"{failed}.", "fix": "give another text, or ask for another model"}
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    recipe, tokenizer = _opened(request["recipe"])
+    if "texts" in request:
+        return {"ids": [_ids(tokenizer, text) for text in request["texts"]]}
+    options = {"tokenize": False, "add_generation_prompt": True, **recipe.prompts.chat_template_options}
+    try:
+        text = str(tokenizer.apply_chat_template(request["messages"], **options))
+    except MemoryError:
+        return TOO_LARGE
+    except Exception as error:  # a template is a program and may raise anything
+        return {"refused": f"The chat template refuses the messages: {error}", "fix": "see the template"}
+    if request["most"] is not None and len(text) > request["most"]:
+        detail = f"The chat template makes {len(text)} characters of the messages."
+        return {"refused": detail, "fix": f"give shorter ones: {request['most']} characters fit the context"}
+    return {"ids": [_ids(tokenizer, text, add_special_tokens=False)]}
+
+
+def _ids(tokenizer: Tokenizer, text: str, **options: bool) -> list[int]:
+    ids: list[int] = tokenizer(text, **options)["input_ids"]
+    return ids
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Answer what comes by the socket that is the standard input."""
+    reads, writes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb")
+    limits: dict[str, Any] = {"memory": MEMORY_BYTES, "seconds": LONGEST_SECONDS, "too_large": TOO_LARGE}
+    answer_questions(answer, reads, writes, **limits)

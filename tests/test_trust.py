@@ -1,0 +1,91 @@
+"""What is loaded of files is data: no call may run code of a model's folder, or unpickle what others have written."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stages.engines.vllm.library import engine_arguments
+from tests.test_house import PACKAGES, ROOT, sources
+
+LOADERS = {"from_pretrained", "from_config"}
+# Calls that have no such argument, and what they read.
+WITHOUT = {
+    ("stages/weight_files.py", "kind.from_pretrained"): "a class of transformers, and no folder: tensors are given",
+    ("stages/weight_files.py", "GenerationConfig.from_pretrained"): "JSON alone",
+}
+# Reads of pickles: none but these.
+PICKLES = {
+    ("orchestration/run/storage/shards.py", "torch.load"): "with weights_only",
+    ("orchestration/run/storage/shards.py", "pickle.Unpickler"): "makes stand-ins of its own alone",
+}
+UNPICKLING = ("pickle", "torch.load", "joblib", "dill", "cloudpickle", "shelve", "marshal", "numpy.load", "np.load")
+
+
+@dataclass
+class EngineArguments:
+    """Stands for vLLM's."""
+
+    trust_remote_code: Any = None
+    additional_config: Any = None
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call | ast.ClassDef]]:
+    """Dotted names that ``path`` calls or derives classes from, with their nodes."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+        if isinstance(node, ast.ClassDef):
+            yield from ((ast.unparse(base), node) for base in node.bases)
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_models_are_loaded_without_code_of_their_folders() -> None:
+    wrong, seen = [], set()
+    for path in sources(*PACKAGES):
+        for name, node in calls(path):
+            if name.rpartition(".")[2] not in LOADERS or not isinstance(node, ast.Call):
+                continue
+            seen.add((named(path), name))
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if given.get("trust_remote_code") != "False" and (named(path), name) not in WITHOUT:
+                wrong.append(f"{named(path)}, line {node.lineno}: {name} without trust_remote_code=False")
+    assert not wrong, wrong
+    assert WITHOUT.keys() <= seen, "an exception for nothing"
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.trust_remote_code = True: is set by this engine"):
+        engine_arguments(SimpleNamespace(AsyncEngineArgs=EngineArguments), {}, {"trust_remote_code": True})
+    assert engine_arguments(SimpleNamespace(AsyncEngineArgs=EngineArguments), {}, {}).trust_remote_code is False
+
+
+def test_nothing_unpickles_what_a_file_says() -> None:
+    wrong, seen = [], set()
+    for path in sources(*PACKAGES):
+        for name, node in calls(path):
+            if not any(name == each or name.startswith(f"{each}.") for each in UNPICKLING):
+                continue
+            seen.add((named(path), name))
+            safe = isinstance(node, ast.ClassDef) or any(
+                keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in node.keywords
+            )
+            if not safe or (named(path), name) not in PICKLES:
+                wrong.append(f"{named(path)}, line {node.lineno}: {name}")
+    assert not wrong, wrong
+    assert PICKLES.keys() == seen, "an exception for nothing"
+
+
+def test_torchs_own_reader_of_checkpoints_is_not_used() -> None:
+    """It unpickles .metadata, and its planner what that calls bytes."""
+    for path in sources(*PACKAGES):
+        if named(path) == "orchestration/run/storage/shards.py":
+            continue
+        names = {name for name, _ in calls(path)}
+        assert not names & {"dcp.load", "dcp.FileSystemReader", "dcp.DefaultLoadPlanner"}, named(path)
