@@ -1,7 +1,8 @@
 """What the processes of reward functions need: a sandbox, and a path of imports.
 
-A function that comes with us or with an installed package is sandboxed, unless it is harmless; a ``module:function`` of the
-user where the recipe says so, as the service has it say (:mod:`api.server.access.submission_policy`).
+A function that comes with us or with an installed package is sandboxed, unless it is harmless, and for expressions that it
+has math-verify compute also then; a ``module:function`` of the user where the recipe says so, as the service has it say
+(:mod:`api.server.access.submission_policy`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import structlog
 
 from orchestration.recipe.sections.rewards import RewardFunction
 from orchestration.sandbox.sandbox import WAY_OUT, Sandbox, available
-from stages.prompts.tasks import REWARDS
+from stages.prompts.tasks import COMPUTED, REWARDS
 from stages.rewards.registry import ENTRY_POINTS, RewardError
 
 ENTRY = "orchestration.rewards.process"
@@ -30,7 +31,7 @@ log = structlog.get_logger()
 
 def sandbox_of(function: RewardFunction, memory: int) -> Sandbox | None:
     """The sandbox of ``function``, whose processes may each hold ``memory`` bytes of data; None where it has none."""
-    if not function.is_sandboxed:
+    if not function.is_sandboxed and function.name not in COMPUTED:
         return None
     read = tuple(os.path.abspath(os.path.expanduser(path)) for path in function.read)
     return Sandbox(read=read, network=function.network, memory=memory)
@@ -55,8 +56,9 @@ def found_sandbox(names: Sequence[str], sandbox: Sandbox) -> Sandbox | None:
 def preload_of(names: Sequence[str]) -> tuple[str, ...]:
     """What the fork server imports, so that each process has it: of libraries what we call them for, and nothing of a
     user's."""
-    gym = "reasoning_gym" in names and importlib.util.find_spec("reasoning_gym") is not None
-    return (ENTRY, "reasoning_gym") if gym else (ENTRY,)
+    libraries = {"reasoning_gym": "reasoning_gym", **dict.fromkeys(COMPUTED, "math_verify")}
+    wanted = dict.fromkeys(libraries[name] for name in names if name in libraries)
+    return (ENTRY, *(library for library in wanted if importlib.util.find_spec(library) is not None))
 
 
 def import_path(names: Sequence[str]) -> list[str]:

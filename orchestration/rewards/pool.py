@@ -29,7 +29,8 @@ from orchestration.recipe.schema import Recipe
 from orchestration.rewards.needs import ENTRY, found_sandbox, import_path, preload_of, sandbox_of
 from orchestration.rewards.process import LENGTH, Setup, packed
 from orchestration.sandbox.sandbox import Sandbox
-from stages.prompts.tasks import HARMLESS
+from stages.prompts.tasks import COMPUTED, HARMLESS
+from stages.rewards.answers import computes
 from stages.rewards.calls import Arguments, Caller, CallFailed, Scores, selected, too_slow
 from stages.rewards.registry import RewardError
 from stages.rewards.stage import ErrorPolicy, RewardSet
@@ -50,7 +51,7 @@ def reward_pool(recipe: Recipe, log: Path) -> Caller | None:
         return None
     by_sandbox: dict[Sandbox | None, list[str]] = {}
     for function in section.functions:
-        if function.name not in HARMLESS:
+        if function.name not in HARMLESS or (function.name in COMPUTED and computes()):
             by_sandbox.setdefault(sandbox_of(function, section.memory), []).append(function.name)
     environment = of_user_code(os.environ, section.environment)
     pools: dict[str, Caller] = {}

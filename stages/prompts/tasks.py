@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from pipeline.compat.extras import extra
 from stages.json_schema import options_model
-from stages.rewards.answers import Number, in_tags, number_of, plain_text, read_number
+from stages.rewards.answers import Number, in_tags, is_computed, number_of, plain_text, read_number
 from stages.rewards.gym_answers import evaluate_nothing
 
 Completions = list[str | list[dict[str, str]]]
@@ -125,6 +125,13 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "spelling": spelling,
 }
 HARMLESS = frozenset({"arithmetic", "exact_number", "spelling"})  # of a few operations on texts: called in the worker
+COMPUTED = frozenset({"arithmetic", "exact_number"})  # … but not with expressions: a library computes them
+
+
+def has_expression(completion: str | list[dict[str, str]], answer: Any) -> bool:
+    """Whether a library would compute what a response answers with, or what its row has for an answer."""
+    answers = answer if isinstance(answer, list) else [answer]
+    return any(is_computed(value) for value in (text(completion), *answers) if isinstance(value, str))
 
 
 def text(completion: str | list[dict[str, str]]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import math
 import re
 import threading
@@ -97,11 +98,22 @@ def number_of(answer: Any) -> list[Number]:
     return [Number(Fraction(answer), str(answer) if abs(answer) < 10**MOST_DIGITS else "")]
 
 
+def is_computed(text: str) -> bool:
+    """Whether :func:`read_number` has math-verify compute an expression that ``text`` answers with."""
+    part, is_marked = answer_part(text)
+    return _is_expression(plain_text(part), is_marked) and computes()
+
+
+def computes() -> bool:
+    """Whether math-verify is installed, which computes expressions. Does not import it."""
+    return importlib.util.find_spec("math_verify") is not None
+
+
 def read_number(text: str) -> Number | None:
     """The number that ``text`` answers with; None where there is none."""
     part, is_marked = answer_part(text)
     plain = plain_text(part)
-    if len(plain) <= MOST_CHARACTERS and _is_expression(plain, is_marked):
+    if _is_expression(plain, is_marked):
         evaluated = _evaluated(part)
         if evaluated is not None:
             return evaluated
@@ -259,7 +271,10 @@ def _braced(text: str, begin: int) -> str | None:
 
 
 def _is_expression(plain: str, is_marked: bool) -> bool:
-    """Whether more than a number is to be computed: LaTeX is left over, or a marked answer has an operation."""
+    """Whether more than a number is to be computed: LaTeX is left over, or a marked answer has an operation. What is too
+    long is not."""
+    if len(plain) > MOST_CHARACTERS:
+        return False
     if _COMMAND.search(plain):
         return True
     rest = NUMBER.sub("#", plain.rpartition("=")[2])

@@ -35,8 +35,19 @@ from pipeline.controller import Output, Stage
 from pipeline.events import AlarmEvent
 from pipeline.index.client import Claim, Index
 from stages.models import Tokenizer
-from stages.prompts.tasks import HARMLESS
-from stages.rewards.calls import LARGEST, Arguments, CallCounts, Caller, CallFailed, LocalCaller, Score, Scores
+from stages.prompts.tasks import COMPUTED, HARMLESS, has_expression
+from stages.rewards.answers import computes
+from stages.rewards.calls import (
+    LARGEST,
+    Arguments,
+    CallCounts,
+    Caller,
+    CallFailed,
+    DividedCaller,
+    LocalCaller,
+    Score,
+    Scores,
+)
 from stages.rewards.registry import RESERVED, RewardError
 from stages.rewards.scores import FAILED, FAILED_AS_ZERO, RewardScores, number_of
 
@@ -74,9 +85,10 @@ class RewardSet:
     """Reward functions by name, and their weights.
 
     A name is ``module:function``, or one of :data:`stages.prompts.tasks.REWARDS`, or an entry point of the group
-    ``asyncdock.rewards``. ``pool`` calls the functions that are not :data:`~stages.prompts.tasks.HARMLESS`; without it, all
-    are called in this process. ``end_tokens``: special tokens stay in the texts, but for one of these at the end; None:
-    they are left out. An async function is called with one row, unless ``batched`` has it.
+    ``asyncdock.rewards``. ``pool`` calls the functions that are not :data:`~stages.prompts.tasks.HARMLESS`, and those of
+    :data:`~stages.prompts.tasks.COMPUTED` where a library computes; without it, all are called in this process.
+    ``end_tokens``: special tokens stay in the texts, but for one of these at the end; None: they are left out. An async
+    function is called with one row, unless ``batched`` has it.
     """
 
     def __init__(
@@ -97,14 +109,22 @@ class RewardSet:
         self.weights = torch.tensor([weight for _, weight in functions], dtype=torch.float32)
         if not self.weights.isfinite().all():
             raise RewardError(f"rewards: the weights {self.weights.tolist()} of {self.names} must be finite")
-        local = LocalCaller([name for name in self.names if pool is None or name in HARMLESS])
-        self._callers = [local if pool is None or name in HARMLESS else pool for name in self.names]
+        self._callers = self._callers_of(pool)
         self._policy, self._end_tokens, self._batched = policy, end_tokens, frozenset(batched)
         self._slots = asyncio.Semaphore(policy.concurrency)  # of calls of async functions
         self.counts = {name: CallCounts() for name in self.names}
         self._recent: dict[str, deque[bool]] = {name: deque(maxlen=RECENT) for name in self.names}  # whether it failed
         self.failures: dict[str, str] = {}  # the reason of each function's first one
         self.misfits: dict[str, str] = {}  # of those, where it did not return one score for each row
+
+    def _callers_of(self, pool: Caller | None) -> list[Caller]:
+        """Who calls each function."""
+        local: Caller = LocalCaller([name for name in self.names if pool is None or name in HARMLESS])
+        if pool is None:
+            return [local] * len(self.names)
+        divided = DividedCaller(local, pool, has_expression) if computes() else local
+        callers: dict[str, Caller] = dict.fromkeys(HARMLESS, local) | dict.fromkeys(COMPUTED, divided)
+        return [callers.get(name, pool) for name in self.names]
 
     async def open(self) -> None:
         """Find the functions, where that was not done before. Raises :class:`RewardError`."""
