@@ -16,7 +16,8 @@ from stages.rewards import answers
 from stages.rewards.calls import CallFailed, LocalCaller
 from tests.orchestration.runs import TINY
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8").partition("## math-verify")[2]
+REWARDS = Path(__file__).resolve().parents[3] / "docs" / "rewards.md"
+PAGE = REWARDS.read_text(encoding="utf-8").partition("## math-verify")[2]
 HARD = "$10^{10^{10}}+1$"  # math-verify gives up comparing it after 5 s, by an alarm
 
 
