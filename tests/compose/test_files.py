@@ -155,7 +155,8 @@ def folder(tmp_path: Path) -> Path:
 def test_the_secrets_of_setup_are_private(folder: Path) -> None:
     done = subprocess.run([folder / "setup"], check=True, capture_output=True, text=True)
     made = {path.name: path.read_text() for path in (folder / "secrets").iterdir()}
-    assert set(made) == set(load()["secrets"])
+    assert set(made) == {*load()["secrets"], "authorization"}
+    assert made["authorization"] == f"Authorization: Bearer {made['token']}"
     assert stat.S_IMODE((folder / "secrets").stat().st_mode) == 0o700
     # What compose mounts keeps owner and mode, and the containers' users are not who ran setup.
     assert {stat.S_IMODE(path.stat().st_mode) for path in (folder / "secrets").iterdir()} == {0o644}
@@ -176,7 +177,7 @@ def test_setup_again_changes_nothing_and_elsewhere_makes_others(folder: Path, tm
     (folder / "secrets" / "token").unlink()
     subprocess.run([folder / "setup"], check=True, capture_output=True)
     other = {path.name: path.read_text() for path in (folder / "secrets").iterdir()}
-    assert {name for name in first if first[name] != other[name]} == {"token"}
+    assert {name for name in first if first[name] != other[name]} == {"token", "authorization"}
 
 
 def test_no_secret_is_tracked_or_sent_to_the_build() -> None:
