@@ -1,6 +1,7 @@
 """Paths below the roots of a service: what they are once every link is followed, also of files inside of a folder.
 
 a path ─▶ its real path ─▶ below a root? ─▶ a folder: each file and link in it, at any depth ─▶ below a root, and a file?
+                                                                                                 not the service's own?
 
 It is looked at when a recipe is submitted, and again when its run is resumed. Whoever may write below a root can change a
 file between this and the run's reading of it: a root should be writable for those alone that may see the files of the
@@ -14,6 +15,11 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestration.private_files import SERVICE_NAMES
+from orchestration.service.lifecycle import WHERE
+from orchestration.service.own_services import services_folder
+
+RUNS = "runs"  # in the service's folder: the folders of its runs
 MOST_ENTRIES = 20_000  # of a folder, with its subfolders
 
 
@@ -28,25 +34,39 @@ def below_root(roots: Sequence[Path], value: str) -> Path | None:
     return None
 
 
-def leads_out(roots: Sequence[Path], folder: Path) -> str:
-    """Return what in the real path ``folder``, by its name in it, is no file below a root, and why; "" where there is
-    nothing. Folders that links lead to are looked at, too."""
+def is_of_service(data: Path, path: str) -> bool:
+    """Whether the real ``path`` holds, or is in, what only the service in ``data`` may read: tokens and its index. The
+    operator may have given a root that these lie in."""
+    folder, runs = os.path.realpath(data), os.path.join(os.path.realpath(data), RUNS, "")
+    if path.startswith(runs) and path.count("/") == runs.count("/") + 1 and path.endswith(f"/{WHERE}"):
+        return True  # a live run's: its index's password
+    own = [os.path.join(folder, name) for name in SERVICE_NAMES - {RUNS}]
+    return any(path == place or path.startswith(f"{place}/") for place in (*own, os.path.realpath(services_folder())))
+
+
+def leads_out(roots: Sequence[Path], path: Path, data: Path) -> str:
+    """Return what in the real ``path``, by its name in it, is no file below a root, or is what only the service in ``data``
+    may read, and why; "" where there is nothing. Folders that links lead to are looked at, too."""
+    if is_of_service(data, str(path)):
+        return "it is the service's own"
     real_roots = [os.path.realpath(root) for root in roots]
-    entries, seen, waiting = 0, {os.path.realpath(folder)}, [str(folder)] if folder.is_dir() else []
+    entries, seen, waiting = 0, {os.path.realpath(path)}, [str(path)] if path.is_dir() else []
     while waiting:
         current = waiting.pop()
         try:
             names = os.listdir(current)
         except OSError as error:
-            return f"{_shown(current, folder)} cannot be read ({error.strerror})"
+            return f"{_shown(current, path)} cannot be read ({error.strerror})"
         entries += len(names)
         if entries > MOST_ENTRIES:
             return f"it has more than {MOST_ENTRIES} files"
         for name in names:
-            path = os.path.join(current, name)
-            real = os.path.realpath(path)
+            entry = os.path.join(current, name)
+            real = os.path.realpath(entry)
+            if is_of_service(data, real):
+                return f"{_shown(entry, path)} is the service's own"
             if not any(real == root or real.startswith(os.path.join(root, "")) for root in real_roots):
-                return f"{_shown(path, folder)} is a link to a place outside"
+                return f"{_shown(entry, path)} is a link to a place outside"
             try:
                 mode = os.lstat(real).st_mode
             except OSError:
@@ -56,11 +76,11 @@ def leads_out(roots: Sequence[Path], folder: Path) -> str:
             if stat.S_ISDIR(mode):
                 if real not in seen:
                     seen.add(real)
-                    waiting.append(path)
+                    waiting.append(entry)
             elif not stat.S_ISREG(mode):
-                return f"{_shown(path, folder)} is no file"
+                return f"{_shown(entry, path)} is no file"
     return ""
 
 
-def _shown(path: str, folder: Path) -> str:
-    return repr(os.path.relpath(path, folder))[:200]
+def _shown(entry: str, folder: Path) -> str:
+    return repr(os.path.relpath(entry, folder))[:200]

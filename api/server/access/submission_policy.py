@@ -285,8 +285,8 @@ class _Submission:
             if key == "prompts.chat_template" and is_template_name(value):
                 continue
             if real := below_root(settings.roots, value):
-                if out := leads_out(settings.roots, real):
-                    fix = "put files there in place of links to other places"
+                if out := leads_out(settings.roots, real, settings.data):
+                    fix = "give a folder with files of its own, and no links to other places"
                     self.refuse(key, value, f"holds what this server does not read: {out}", fix, "refused")
                 else:
                     override(self.data, key, str(real))

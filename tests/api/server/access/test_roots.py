@@ -87,12 +87,39 @@ def test_links_that_stay_below_the_root_are_followed(model: Path) -> None:
     link(model / "config.json", "../blobs/1")
     link(model / "again", "../model")
     link(model / "itself", "itself")
-    assert leads_out((model.parent,), model) == ""
-    assert leads_out((blobs, model), model) == "", "several roots"
-    assert "is a link to a place outside" in leads_out((model,), model)
+    assert leads_out((model.parent,), model, model.parents[1]) == ""
+    assert leads_out((blobs, model), model, model.parents[1]) == "", "several roots"
+    assert "is a link to a place outside" in leads_out((model,), model, model.parents[1])
 
 
 def test_a_folder_of_very_many_files_is_not_walked_for_long(tmp_path: Path) -> None:
     for number in range(MOST_ENTRIES + 1):
         (tmp_path / str(number)).touch()
-    assert leads_out((tmp_path,), tmp_path) == f"it has more than {MOST_ENTRIES} files"
+    assert leads_out((tmp_path,), tmp_path, tmp_path / "data") == f"it has more than {MOST_ENTRIES} files"
+
+
+def test_what_is_the_services_own_is_read_by_no_run(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator's root may hold the service's folder, with its token and the passwords of indexes."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    data = tmp_path / "service"
+    own = (
+        data / "authorization",
+        data / "index" / "appendonlydir" / "a.aof",
+        data / "runs" / "one" / "index.json",
+        tmp_path / "state" / "asyncdock" / "services" / "of-one-address",
+    )
+    for path in (*own, data / "runs" / "one" / "checkpoints" / "prompts.jsonl"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("secret")
+    (model / "vocab.txt").symlink_to(own[0])
+    settings = Settings(data=data, roots=(tmp_path,))
+    for path in (*own, data, data / "runs", model, tmp_path / "state"):
+        source = {"source": "jsonl", "path": str(path), "max_prompt_tokens": 16}
+        with pytest.raises(RecipeError) as refused:
+            accept(settings, {**TINY, "prompts": source}, {})
+        (problem,) = [problem for problem in refused.value.problems if problem.key == "prompts.path"]
+        assert problem.wrong.startswith("holds what this server does not read: "), path
+        assert "the service's own" in problem.wrong, path
+    assert leads_out(settings.roots, data / "runs" / "one" / "checkpoints", data) == ""
