@@ -127,13 +127,16 @@ async def going(url: str, tmp_path: Path, of: Recipe) -> AsyncGenerator[Going, N
 
 
 @asynccontextmanager
-async def program(*command: str, ours: bool = False) -> AsyncGenerator[asyncio.subprocess.Process, None]:
-    """A Python program in a process of its own. Unless it is ``ours``, nothing of this repository is on its path."""
+async def program(
+    *command: str, ours: bool = False, **variables: str
+) -> AsyncGenerator[asyncio.subprocess.Process, None]:
+    """A Python program in a process of its own, with ``variables`` in its environment. Unless it is ``ours``, nothing of
+    this repository is on its path."""
     one = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     path = {"PYTHONPATH": str(ROOT)} if ours else {}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, *(() if ours else ("-I",)), *command),
-        env={"PATH": os.environ["PATH"], **one, **path},
+        env={"PATH": os.environ["PATH"], **one, **path, **variables},
         cwd=OUTSIDE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -202,10 +205,12 @@ async def test_the_program_of_the_documentation(index_url: str, tmp_path: Path) 
     lines = [line for line in code.splitlines() if line.strip() and not re.match(r"(from|import) ", line)]
     assert len(lines) <= 42
     (tmp_path / "rollout.py").write_text(code, encoding="utf-8")
-    of = recipe(EXTERNAL, train__steps=4)
+    of, tokens = recipe(EXTERNAL, train__steps=4), Tokens(index_url)
+    _, token = await tokens.create(OWNER, "run")
+    await tokens.close()
     async with (
         going(index_url, tmp_path, of) as run,
-        program(str(tmp_path / "rollout.py"), run.server, run.id, "x") as it,
+        program(str(tmp_path / "rollout.py"), run.server, run.id, "x", ASYNCDOCK_TOKEN=token) as it,
     ):
         result = await run.work
         await ended(it)
