@@ -138,7 +138,8 @@ def run_command() -> None:
     from orchestration.processes import forkserver
 
     own = "benchmarks.first_step"  # imported last: the server's imports have ended then
-    forkserver.ForkServer.start.__func__.__defaults__ = ((*forkserver.PRELOAD, own),)  # type: ignore[attr-defined]
+    start = forkserver.ForkServer.start.__func__  # type: ignore[attr-defined]
+    start.__defaults__ = ((*forkserver.PRELOAD, own), *start.__defaults__[1:])
     main()
 
 
