@@ -109,6 +109,15 @@ def state_home(shared_memory: dict[str, str]) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def umask_as_it_was() -> Iterator[None]:
+    """A command that a test runs in this process makes later files private for this test alone."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture(autouse=True)
 def logs_as_they_were() -> Iterator[None]:
     """A command that a test runs in this process sends logs to what pytest captures for this test alone."""
     before, asyncio_log = structlog.get_config(), logging.getLogger("asyncio")
