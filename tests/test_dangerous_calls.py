@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.rewards.gym_answers import EVALUATES
+from stages.rewards.gym_answers import EVALUATES, EXECUTES
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pipeline", "stages", "orchestration", "api")
@@ -56,7 +56,7 @@ DANGEROUS = {
     "sympy.parsing.sympy_parser.parse_expr",
 }
 BUILT_IN = {"eval", "exec", "compile", "__import__"}
-EXECUTES = ("os.exec", "os.spawn")  # and what follows
+STARTS = ("os.exec", "os.spawn")  # and what follows
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
@@ -85,7 +85,7 @@ def dotted(node: ast.expr, names: dict[str, str]) -> str:
 
 def is_dangerous(name: str) -> bool:
     parts = name.split(".")
-    return name.startswith(EXECUTES) or any(".".join(parts[:count]) in DANGEROUS for count in range(1, len(parts) + 1))
+    return name.startswith(STARTS) or any(".".join(parts[:count]) in DANGEROUS for count in range(1, len(parts) + 1))
 
 
 def dangerous_calls(source: str) -> Iterator[str]:
@@ -183,14 +183,14 @@ MAKES_ROWS = {
     "arithmetic/basic_arithmetic.py",
     "arithmetic/gsm_symbolic/generators_00_49.py",
     "arithmetic/gsm_symbolic/generators_50_99.py",
-    "code/codeio.py",
 }
 
 
 def test_no_scorer_of_reasoning_gym_evaluates_that_gets_no_other_function_here() -> None:
     folder = Path(pytest.importorskip("reasoning_gym").__file__).parent
     scorers = {f"{module.replace('.', '/')}.py" for module, _, _ in EVALUATES.values()}
-    assert {file for file, _ in calls_below(folder, folder)} == scorers | MAKES_ROWS
+    executing = {f"code/{task}.py" for task in EXECUTES}
+    assert {file for file, _ in calls_below(folder, folder)} == scorers | MAKES_ROWS | executing
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def tokenizer(template: str = "") -> PreTrainedTokenizerFast:
 
 
 @contextlib.contextmanager
-def unheld(limit: float = 0.25) -> Iterator[None]:
-    """No turn of the loop may take more than ``limit`` seconds of the processor meanwhile."""
+def unheld(limit: float = 1.0) -> Iterator[None]:
+    """No turn of the loop may take more than ``limit`` seconds of the processor meanwhile: what held it took five and more."""
     watchdog = Watchdog()
     marker = _REQUEST.set("a prompt")
     with watchdog.watching():

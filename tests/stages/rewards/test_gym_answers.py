@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stages.prompts.tasks import reasoning_gym
-from stages.rewards.gym_answers import EVALUATES, EXECUTES, NotPlain, integer, literal, plain_expression
+from stages.rewards.gym_answers import NotPlain, integer, literal, plain_expression
 
-# Modules that evaluate texts of their own alone, when they make a row.
-MAKE_ROWS = {
-    "arithmetic/basic_arithmetic.py",
-    "arithmetic/gsm_symbolic/generators_00_49.py",
-    "arithmetic/gsm_symbolic/generators_50_99.py",
-    "logic/propositional_logic.py",  # a parser of its own, which is called parse_expr
-}
 SLOW = {"knight_swap": 1, "futoshiki": 1, "arc_agi": 1}  # seconds for a row
-
-
-def _sources() -> Iterator[tuple[str, ast.Module]]:
-    root = Path(str(files("reasoning_gym")))
-    for path in root.rglob("*.py"):
-        yield str(path.relative_to(root)), ast.parse(path.read_text(encoding="utf-8"))
-
-
-def test_all_tasks_that_evaluate_are_known() -> None:
-    pytest.importorskip("reasoning_gym")
-    evaluating = set()
-    for name, tree in _sources():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                if called in ("eval", "exec", "parse_expr", "sympify", "system", "Popen", "__import__"):
-                    evaluating.add(name)
-    known = {f"{module.replace('.', '/')}.py" for module, _, _ in EVALUATES.values()}
-    assert evaluating == known | MAKE_ROWS | {f"code/{task}.py" for task in EXECUTES}
 
 
 @pytest.mark.timeout(600)
