@@ -48,7 +48,7 @@ def tokenizer(template: str = "") -> PreTrainedTokenizerFast:
 
 @contextlib.contextmanager
 def unheld(limit: float = 1.0) -> Iterator[None]:
-    """No turn of the loop may take more than ``limit`` seconds of the processor meanwhile: what held it took five and more."""
+    """No turn of the loop may take more than ``limit`` seconds of the processor meanwhile: what held it took five."""
     watchdog = Watchdog()
     marker = _REQUEST.set("a prompt")
     with watchdog.watching():
