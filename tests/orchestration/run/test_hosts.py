@@ -111,8 +111,8 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
     out = tmp_path / "out"
     with two_machines(tmp_path) as machines:
         limits = {"launch__max_restarts": 100, "launch__hang_timeout": 6.0, "checkpoint__every": 2}
-        limits["train__mock"] = {"time_scale": 1.0, "step_seconds": 0.2}  # the run outlasts both partitions
-        of = recipe(MOCK, **{**REMOTE, "pipeline__index": machines.url}, **limits, train__steps=80)
+        limits["train__mock"] = {"time_scale": 1.0, "step_seconds": 0.2}  # the run outlasts both partitions, and the machine's silence
+        of = recipe(MOCK, **{**REMOTE, "pipeline__index": machines.url}, **limits, train__steps=160)
         (tmp_path / "recipe.json").write_text(of.to_json())
         with (tmp_path / "head.log").open("w") as log, (tmp_path / "host.log").open("w") as own:
             command = ("run", str(tmp_path / "recipe.json"), "--out", str(out), "--plain")
@@ -134,8 +134,8 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
             head.wait(120)
         text = (tmp_path / "head.log").read_text()
         assert head.returncode == 0, text
-        assert [event["step"] for event in events(out, "step")] == list(range(80)), text
-        assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(range(320))
+        assert [event["step"] for event in events(out, "step")] == list(range(160)), text
+        assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(range(640))
         changes = [(e["change"], e.get("reason", "")) for e in events(out, "worker") if e["worker"] == "rollout-1"]
         assert [change for change, _ in changes if change in ("died", "restarted")] == ["died", "restarted"]
         assert changes[-1] == ("absent", "no host has room for it")
