@@ -111,7 +111,7 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
     out = tmp_path / "out"
     with two_machines(tmp_path) as machines:
         limits = {"launch__max_restarts": 100, "launch__hang_timeout": 6.0, "checkpoint__every": 2}
-        limits["train__mock"] = {"time_scale": 1.0, "step_seconds": 0.2}  # the run outlasts both partitions, and the machine's silence
+        limits["train__mock"] = {"time_scale": 1.0, "step_seconds": 0.2}  # it outlasts both partitions, and a silence
         of = recipe(MOCK, **{**REMOTE, "pipeline__index": machines.url}, **limits, train__steps=160)
         (tmp_path / "recipe.json").write_text(of.to_json())
         with (tmp_path / "head.log").open("w") as log, (tmp_path / "host.log").open("w") as own:
