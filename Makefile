@@ -1,6 +1,7 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
-# make test    lint, types and the whole test suite (about half an hour on two cores)
-# make test-all    that, and what takes a machine of its own: test-pages, compose-check
+# make test    lint, types and the tests, but for the long ones (ten minutes on two cores)
+# make test-long    the long ones: real runs, kills, clusters, benchmarks, by tests/long.txt (twenty minutes on two cores)
+# make test-all    both, and what takes a machine of its own: test-pages, compose-check
 # make test-pages  every command and program of README and the documentation, in order as they stand (`make test` has the short pages)
 # make compose-check    every command of compose/README.md under a real Docker (root; half an hour on two cores)
 # make attack    the attacks on each boundary of SECURITY.md, and what held (a quarter of an hour on two cores)
@@ -23,20 +24,30 @@ VLLM := .venv-vllm
 TORCH := torch<2.14
 SOURCES := pipeline stages orchestration api tests benchmarks asyncdock_command.py setup.py
 
-.PHONY: demo attack test test-all test-pages compose-check test-vllm lint bounds gpu-check gpu-wheels soak soak-cluster clean
+.PHONY: demo attack test test-long test-all test-pages compose-check test-vllm lint bounds gpu-check gpu-wheels soak soak-cluster clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
 	$(BIN)/asyncdock run quickstart
 
-# Most of a test's time is waiting, for processes to start, die and be noticed: files run side by side.
+# Most of a test's time is waiting, for processes to start, die and be noticed: files run side by side. A test that fails
+# there is run once more, alone, and fails if it fails again: on a machine that others use it may just have had no time.
+define tests
+$(BIN)/python -m pytest -m $(1) -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=40 || { \
+  [ $$? -eq 1 ] && echo "These failed beside others, and are run once more, alone:" && \
+  $(BIN)/python -m pytest -m $(1) --last-failed --last-failed-no-failures none -v; }
+endef
+
 test: lint
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=40
+	$(call tests,'not pages and not long')
+
+test-long: $(VENV)/.test
+	$(call tests,'not pages and long')
 
 attack: $(VENV)/.test
-	$(BIN)/python -m pytest -m attack -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(call tests,attack)
 
-test-all: test test-pages compose-check
+test-all: test test-long test-pages compose-check
 
 # `make test` runs the short pages; here are the others too.
 test-pages: $(VENV)/.test

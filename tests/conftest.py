@@ -20,7 +20,7 @@ from hypothesis import settings
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
-from tests import attacks, forked
+from tests import attacks, forked, long
 from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 
 # A run of the suite says something about the code alone: the same examples each time. New ones are looked for with
@@ -61,6 +61,7 @@ LONG = (
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     attacks.mark(items)
+    long.mark(items)
     items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
 
 
