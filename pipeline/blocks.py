@@ -23,14 +23,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from struct import unpack_from
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDictBase
 
 from pipeline.columns import Column, ColumnError, Packed, Schema, indexes_of, offsets_of
 from pipeline.warehouse.arena import StaleHandle
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 MAGIC = 0x6B636F64636E7973  # "syncdock", little endian
 _ALIGN = 64
@@ -139,7 +141,7 @@ def _section(bit: int, column: Column, value: Any, rows: int) -> _Section:
 
 
 def _text_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    texts = value.tolist() if isinstance(value, NonTensorStack) else list(value)
+    texts = value.tolist() if hasattr(value, "tolist") else list(value)  # NonTensorStack, and arrays, have it
     if not all(isinstance(text, str) for text in texts):
         raise ColumnError(f"column {column.name!r}: takes strings, got {_shown(value)}")
     encoded = []

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +16,22 @@ from orchestration.recipe.problems import value_or_none
 from stages.algorithms import NamedAlgorithm, algorithm_class, build_algorithm
 from stages.algorithms.interface import FOLLOWS
 from stages.flow.catalogue import PROMPT, RESPONSE, ROUTED, Truncated, catalogue, expert_type
-from stages.flow.declarations import BASE, Columns, StageDeclaration, itemsize
+from stages.flow.declarations import BASE, Columns, Declared, StageDeclaration, itemsize
 from stages.flow.resolver import Flow, resolve
 from stages.flow.user_stage import UserStage, declaration_of, stage_class
 from stages.rewards.registry import RewardFunctions, parameters_of
 
+DECLARED = "declared"  # the run's document of :func:`declared_json`, of a run with stages of its own
 TEXT_BYTES = 8  # of a text column, for each token of the longest response
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
+    from orchestration.recipe.sections import StageSection
 
 
 def flow_of(recipe: Recipe) -> Flow:
     """The stages and columns of a run of ``recipe``. Raises FlowError, ValueError for a name that is not found."""
-    declared = [declaration for _, declaration in stages_of(recipe)]
+    declared = declarations_of(recipe)
     algorithm: Any = algorithm_of(recipe)
     functions, truncated = len(recipe.reward.functions), credit_truncated(recipe)
     reads, given = reward_reads(recipe, declared), len(recipe.prompts.responses)
@@ -62,8 +66,9 @@ def algorithm_of(recipe: Recipe) -> NamedAlgorithm:
     scores, name = algorithm.scores, "ref_logprobs"
     from_here = recipe.model.reference is None and not recipe.teacher.url and recipe.runs_stage("reference")
     if recipe.adapters and from_here and name in scores:
-        made = {column for _, declared in stages_of(recipe) for column in declared.makes}
-        read = {column for _, declared in stages_of(recipe) for column in declared.needs} | {*algorithm.credit_reads}
+        stages = declarations_of(recipe)
+        made = {column for declared in stages for column in declared.makes}
+        read = {column for declared in stages for column in declared.needs} | {*algorithm.credit_reads}
         if name not in made | read:
             scores = {**scores, name: BASE}
     return NamedAlgorithm(of.name, algorithm, scores)
@@ -79,13 +84,34 @@ def algorithm_options(recipe: Recipe) -> dict[str, Any]:
     return options
 
 
-def stages_of(recipe: Recipe) -> list[tuple[UserStage, StageDeclaration]]:
-    """The recipe's own stages, and what they declare."""
-    found = []
-    for at, section in enumerate(recipe.stages):
-        stage = stage_class(section.use)(**section.options)
-        found.append((stage, declaration_of(stage, workers=section.workers, place=f"stages.{at}.use")))
-    return found
+def declarations_of(recipe: Recipe) -> list[StageDeclaration]:
+    """What the recipe's own stages declare, in its order. Their modules are imported, unless the recipe knows it."""
+    if recipe.declared is not None:
+        return list(recipe.declared.stages)
+    sections = enumerate(recipe.stages)
+    return [
+        declaration_of(stage_of(section), workers=section.workers, place=f"stages.{at}.use") for at, section in sections
+    ]
+
+
+def stage_of(section: StageSection) -> UserStage:
+    """A stage of the recipe's own. Raises ValueError."""
+    return stage_class(section.use)(**section.options)
+
+
+def declared_json(recipe: Recipe) -> str:
+    """What the recipe's own stages declare, and which of their columns its reward functions read, for :func:`declaring`."""
+    stages = declarations_of(recipe)
+    reads = dict(reward_reads(recipe, stages))
+    return json.dumps({"stages": [asdict(stage) for stage in stages], "reads": reads})
+
+
+def declaring(recipe: Recipe, text: str | None) -> Recipe:
+    """``recipe`` with what :func:`declared_json` wrote: its flow is then known without an import of the stages' modules."""
+    if text is None:
+        return recipe
+    found = json.loads(text)
+    return recipe.with_declared(Declared(tuple(StageDeclaration(**stage) for stage in found["stages"]), found["reads"]))
 
 
 def reward_reads(recipe: Recipe, declared: Iterable[StageDeclaration], *, required: bool = False) -> Columns:
@@ -93,6 +119,8 @@ def reward_reads(recipe: Recipe, declared: Iterable[StageDeclaration], *, requir
     have no default. Empty where another program scores."""
     if not recipe.runs_stage("reward") or not recipe.stages:
         return {}
+    if recipe.declared is not None and not required:
+        return recipe.declared.reads
     made = {name: kind for stage in declared for name, kind in stage.makes.items()}
     functions = RewardFunctions()
     parameters = [parameters_of(functions.find(function.name)) for function in recipe.reward.functions]
@@ -102,7 +130,7 @@ def reward_reads(recipe: Recipe, declared: Iterable[StageDeclaration], *, requir
 
 def stage_columns(recipe: Recipe) -> Columns:
     """The columns that the recipe's own stages make; none where a stage cannot be made, which is reported elsewhere."""
-    made = value_or_none(lambda: [declared.makes for _, declared in stages_of(recipe)])
+    made = value_or_none(lambda: [declared.makes for declared in declarations_of(recipe)])
     return {name: kind for makes in made or () for name, kind in makes.items()}
 
 

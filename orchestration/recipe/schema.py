@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from orchestration.recipe.model_files import KNOWN_MODELS
 from orchestration.recipe.problems import value_or_none
@@ -38,6 +38,7 @@ from pipeline.node import AUTO, LOOPBACK
 from pipeline.staleness import StalenessPlan
 from stages.adapters.options import AdapterOptions
 from stages.algorithms import build_algorithm
+from stages.flow.declarations import Declared
 from stages.prompts.options import PromptOptions
 
 PATHS = {  # keys that may have a path
@@ -73,6 +74,18 @@ class Recipe(Section):
     launch: LaunchSection = LaunchSection()
     external: ExternalSection = ExternalSection()
     stages: list[StageSection] = Field(default=[], max_length=8, description="Stages of your own, in any order.")
+    _declared: Declared | None = PrivateAttr(default=None)
+
+    @property
+    def declared(self) -> Declared | None:
+        """What its own stages declare, where that is known without an import of their modules, as in workers."""
+        return self._declared
+
+    def with_declared(self, declared: Declared) -> Recipe:
+        """The same recipe, which knows what its own stages declare."""
+        recipe = self.model_copy()
+        recipe._declared = declared
+        return recipe
 
     def runs_stage(self, stage: ExternalStage) -> bool:
         """Whether the run starts workers for ``stage``, instead of leaving it to another program. Where the prompts bring

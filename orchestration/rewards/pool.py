@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import json
 import os
-import signal
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from orchestration.processes.environment import of_user_code
-from orchestration.processes.forkserver import Child, Launch
-from orchestration.processes.handles import Process
+from orchestration.processes.forkserver import Launch
 from orchestration.processes.starter import FORKSERVER, Starter
+from orchestration.processes.user_process import ProcessEnded, UserProcess
 from orchestration.recipe.schema import Recipe
 from orchestration.rewards.needs import ENTRY, found_sandbox, import_path, preload_of, sandbox_of
-from orchestration.rewards.process import LENGTH, Setup, packed
+from orchestration.rewards.process import Setup
 from orchestration.sandbox.sandbox import Sandbox
 from stages.prompts.tasks import COMPUTED, HARMLESS
 from stages.rewards.answers import computes
@@ -37,9 +33,7 @@ from stages.rewards.stage import ErrorPolicy, RewardSet
 
 START_SECONDS = 120.0  # to import the functions
 GRACE_SECONDS = 5.0  # in which the process of async functions reports that a call took too long, before it is ended
-END_SECONDS = 5.0  # until the exit code of a process that ended is known
 LOG_BYTES = 16 << 20  # of what functions print; then the file begins again
-ANSWER_BYTES = 16 << 20
 Takes = dict[str, tuple[list[str] | None, bool]]  # by function: its arguments (None: all), whether it is async
 
 
@@ -203,23 +197,22 @@ class RewardPool(Caller):
         sandbox = None if self._sandbox is None else asdict(self._sandbox)
         setup = Setup(self._names, import_path(self._names), self._memory, concurrent, sandbox)
         where = (dict(self._environment or {}), os.getcwd(), str(self._log), "asyncdock rewards")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = await self._starter.start(Launch(ENTRY + ":main", [setup.to_json()], *where), theirs.fileno())
-        process = _RewardProcess(child, *await asyncio.open_connection(sock=ours))
+        launch = Launch(ENTRY + ":main", [setup.to_json()], *where)
+        process = await _RewardProcess.start(self._starter, launch)
         self._running.add(process)
         try:
             async with asyncio.timeout(START_SECONDS):
-                first = await process.receive()
-        except (TimeoutError, CallFailed) as error:
+                first, _ = await process.receive()
+        except (TimeoutError, ProcessEnded) as error:
             await self._end(process)
             late = f"took more than {START_SECONDS:g} s to import"
-            reason = str(error) if isinstance(error, CallFailed) else late
+            reason = str(error) if isinstance(error, ProcessEnded) else late
             raise RewardError(f"rewards {list(self._names)}: importing them {reason}; see {self._log}") from None
         if "refused" in first:
             await self._end(process)
             raise RewardError(first["refused"])
-        process.begin(first["takes"])
+        process.takes = first["takes"]
+        process.begin()
         return process
 
     async def _end(self, process: _RewardProcess) -> None:
@@ -250,81 +243,15 @@ class PoolOfEach(Caller):
             await pool.close()
 
 
-class _RewardProcess:
-    """One process. Its answers are received by a task of its own, which ends with it."""
+class _RewardProcess(UserProcess):
+    """One process, and what its functions take."""
 
     takes: Takes
 
-    def __init__(self, child: Child | Process, stream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.ended = False
-        self._child, self._stream, self._writer = child, stream, writer
-        self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._receiving: asyncio.Task[None] | None = None
-
-    def begin(self, takes: Takes) -> None:
-        self.takes = takes
-        self._receiving = asyncio.create_task(self._receive_answers())
-
     async def call(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         """The answer to ``request``. Raises CallFailed when the process ends before."""
-        if self.ended:
-            raise CallFailed("was called in a process that had ended", shared=True)
-        number = next(self._numbers)
-        answer = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._writer.write(packed({"id": number, "timeout": timeout, **request}))
-            with contextlib.suppress(ConnectionError):  # it has ended, which its stream reports
-                await self._writer.drain()
-            return await answer
-        finally:
-            del self._calls[number]
-
-    async def receive(self) -> dict[str, Any]:
-        """The next message. Raises CallFailed when the process has ended, with how."""
-        try:
-            (size,) = LENGTH.unpack(await self._stream.readexactly(LENGTH.size))
-            if size > ANSWER_BYTES:
-                raise CallFailed(f"made its process send {size} bytes")
-            message: dict[str, Any] = json.loads(await self._stream.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
-            raise CallFailed(f"ended its process: {await self._exit()}") from None
-        return message
-
-    async def end(self) -> None:
-        """Kill it, and what it has started."""
-        self.ended = True
-        if isinstance(self._child, Process):
-            with contextlib.suppress(ProcessLookupError):
-                if self._child.alive():
-                    os.killpg(self._child.pid, signal.SIGKILL)
-        else:
-            self._child.end()  # the fork server then kills its group
-        self._writer.close()
-        if self._receiving is not None and self._receiving is not asyncio.current_task():
-            await asyncio.wait([self._receiving], timeout=2 * END_SECONDS)
-        await self._exit()
-
-    async def _receive_answers(self) -> None:
-        try:
-            while True:
-                message = await self.receive()
-                call = self._calls.get(message.get("id", -1))
-                if call is not None and not call.done():
-                    call.set_result(message)
-        except CallFailed as failed:
-            self.ended = True
-            shared = len(self._calls) > 1
-            for call in self._calls.values():
-                if not call.done():
-                    call.set_exception(CallFailed(str(failed), shared=shared))
-
-    async def _exit(self) -> str:
-        """How the process ended, in words; it may have closed its socket only."""
-        code = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
-                code = await self._child.wait()
-        if code is not None and code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return "its exit code is not known" if code is None else f"it exited with code {code}"
+            answer, _ = await self.ask({"timeout": timeout, **request})
+        except ProcessEnded as ended:
+            raise CallFailed(str(ended), shared=ended.shared) from None
+        return answer

@@ -1,6 +1,6 @@
 """A process that calls reward functions. Its standard input is a socket to the pool (:mod:`orchestration.rewards.pool`).
 
-    start: sandbox, limits ─▶ import the functions ─▶ what they take ──▶ pool    message: its length in 4 bytes, then JSON
+    start: sandbox, limits ─▶ import the functions ─▶ what they take ──▶ pool    (messages: orchestration.processes.line)
     pool ──▶ {id, name, arguments, rows, timeout} ─▶ call ─▶ {id, scores}, or {id, error, place, misfit, last} ──▶ pool
 
 ``last``: the process has reached its limit of memory, and ends. Plain functions are called one at a time by the main thread,
@@ -11,24 +11,23 @@ functions are async and their calls share one event loop.
 from __future__ import annotations
 
 import asyncio
-import faulthandler
+import contextlib
 import inspect
 import json
 import os
 import resource
 import socket
-import struct
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from orchestration.processes.line import packed, prepare, receive, receive_from, send, take_line
 from orchestration.sandbox.kernel import SandboxRefused
 from orchestration.sandbox.sandbox import Sandbox, enter
 from stages.rewards.calls import CallFailed, named_by, plain_scores, raised, too_slow
 from stages.rewards.registry import RewardError, RewardFunctions
 
-LENGTH = struct.Struct("<I")
 FULL = 0.9  # of the limit of memory: a process that fails with more than this is replaced
 
 
@@ -38,7 +37,7 @@ class Setup:
     ``sandbox``: fields of a :class:`~orchestration.sandbox.sandbox.Sandbox`, None for none."""
 
     names: Sequence[str]
-    path: Sequence[str]
+    path: list[str]
     memory: int = 0
     concurrent: bool = False
     sandbox: dict[str, Any] | None = None
@@ -50,46 +49,35 @@ class Setup:
 def main(arguments: Sequence[str] | None = None) -> None:
     (text,) = sys.argv[1:] if arguments is None else arguments
     setup = Setup(**json.loads(text))
-    line = socket.socket(fileno=os.dup(0))
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # a function that reads its input must not read the socket
-    faulthandler.enable()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if setup.memory:
-        resource.setrlimit(resource.RLIMIT_DATA, (setup.memory, setup.memory))
-    sys.path[:] = setup.path
+    line = take_line()
+    prepare(setup.path, setup.memory)
     functions = RewardFunctions()
     try:
         if setup.sandbox is not None:
             enter(Sandbox(**setup.sandbox), keep=[line.fileno()])
     except (SandboxRefused, OSError) as error:
-        return line.sendall(packed({"refused": f"the sandbox cannot be entered: {error}"}))
+        return send(line, {"refused": f"the sandbox cannot be entered: {error}"})
     try:
         found = {name: functions.find(name) for name in setup.names}
         takes = {name: (named_by(function), inspect.iscoroutinefunction(function)) for name, function in found.items()}
     except (RewardError, ValueError, TypeError) as error:  # ValueError, TypeError: it has no signature
-        return line.sendall(packed({"refused": str(error)}))
-    line.sendall(packed({"takes": takes}))
+        return send(line, {"refused": str(error)})
+    send(line, {"takes": takes})
     if setup.concurrent:
         asyncio.run(_serve_concurrently(line, found))
     else:
         _serve(line, found)
 
 
-def packed(message: dict[str, Any]) -> bytes:
-    data = json.dumps(message).encode()
-    return LENGTH.pack(len(data)) + data
-
-
 def _serve(line: socket.socket, functions: dict[str, Callable[..., Any]]) -> None:
     process = os.getpid()
-    with line.makefile("rb") as stream, asyncio.Runner() as runner:
-        while header := stream.read(LENGTH.size):
-            request = json.loads(stream.read(*LENGTH.unpack(header)))
+    with asyncio.Runner() as runner, contextlib.suppress(EOFError):
+        while True:
+            request = receive(line)
             answer = _answer(request, functions[request["name"]], runner)
             if os.getpid() != process:
                 os._exit(0)  # a child that the function has forked must not answer too
-            line.sendall(packed(answer))
+            send(line, answer)
             if answer.get("last"):
                 return
 
@@ -111,9 +99,11 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 async def _serve_concurrently(line: socket.socket, functions: dict[str, Callable[..., Any]]) -> None:
     stream, writer = await asyncio.open_connection(sock=line)
     async with asyncio.TaskGroup() as tasks:
-        while header := await stream.read(LENGTH.size):
-            header += await stream.readexactly(LENGTH.size - len(header))
-            request = json.loads(await stream.readexactly(*LENGTH.unpack(header)))
+        while True:
+            try:
+                request, _ = await receive_from(stream)
+            except asyncio.IncompleteReadError:
+                return
             tasks.create_task(_answer_concurrently(writer, request, functions[request["name"]]))
 
 

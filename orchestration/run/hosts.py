@@ -34,7 +34,7 @@ from orchestration.processes.environment import take
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import DevicePool, on_this_node
-from orchestration.recipe.flow import flow_of
+from orchestration.recipe.flow import DECLARED, declaring, flow_of
 from orchestration.recipe.schema import Recipe
 from orchestration.run.exit_codes import EXIT_FATAL
 from orchestration.run.kinds import kind_of, remote_workers
@@ -121,6 +121,8 @@ class Host:
                     return False
                 await self._index.wait("state", marker, LOOK_SECONDS)  # a service has not begun it yet
             recipe, paths = Recipe.from_json(recipe_json), RunPaths.from_json(paths_json)
+            if recipe.stages:
+                recipe = declaring(recipe, await self._index.get(DECLARED))
             self._index_is_heads = await self._index.get(HEADS_INDEX) is not None
             if not remote_workers(recipe):
                 raise ValueError(

@@ -105,10 +105,10 @@ def kind_of(name: str) -> WorkerKind:
 
 def workers_of(recipe: Recipe) -> list[tuple[str, int]]:
     """Returns the workers that ``recipe`` needs, as (kind, number): none for stages that other programs run."""
-    from orchestration.recipe.flow import stages_of
+    from orchestration.recipe.flow import declarations_of
 
     own = [kind for kind in _ALL if kind.name not in (*recipe.external.stages, "stage")]
-    stages = [(declared.name, number) for _, declared in stages_of(recipe) for number in range(declared.workers)]
+    stages = [(declared.name, number) for declared in declarations_of(recipe) for number in range(declared.workers)]
     return [*((kind.name, number) for kind in own for number in kind.numbers(recipe)), *stages]
 
 

@@ -42,7 +42,7 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import assign, on_this_node
-from orchestration.recipe.flow import flow_of
+from orchestration.recipe.flow import DECLARED, declared_json, flow_of
 from orchestration.recipe.load import change_recipe, overridden
 from orchestration.recipe.planner import notices_of
 from orchestration.recipe.schema import Recipe
@@ -381,7 +381,7 @@ class Run:
             self.shared.mkdir(parents=True, mode=0o700)
         base_models.record_beside(self.recipe, self.out_dir)
         place = RunPaths(self.out_dir, self.shared, self.start.path if self.start else None, self._store_url)
-        await index.put("recipe", self.recipe.to_json())
+        await _put_recipe(index, self.recipe)
         await index.put("flow", json.dumps(document(flow)))
         await (index.put_once if begun else index.put)("place", place.to_json())
         await index.put_once("secret", secrets.token_hex(32))  # its nodes prove with it that they are of this run
@@ -389,6 +389,13 @@ class Run:
         if self.server is not None:
             await index.put(HEADS_INDEX, "1")
         await index.transition([""], "created")
+
+
+async def _put_recipe(index: Index, recipe: Recipe) -> None:
+    """Put what workers build their parts from: the recipe, and what its own stages declare, before it."""
+    if recipe.stages:
+        await index.put(DECLARED, declared_json(recipe))
+    await index.put("recipe", recipe.to_json())
 
 
 async def _reached_at(recipe: Recipe, hosts: RayHosts | None) -> str:

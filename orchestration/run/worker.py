@@ -23,8 +23,8 @@ import structlog
 from orchestration.elastic.scale import until_leave
 from orchestration.logs import Current, configure
 from orchestration.private_files import keep_from_others
-from orchestration.processes.environment import of_user_code, show, take
-from orchestration.recipe.flow import flow_of
+from orchestration.processes.environment import take
+from orchestration.recipe.flow import DECLARED, declaring, flow_of
 from orchestration.recipe.planner import slab_bytes
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
@@ -53,7 +53,7 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms import AlgorithmError
 from stages.device import DeviceMissing
 from stages.engines.registry import EngineUnknown
-from stages.flow.adapter import StageError
+from stages.flow.stage_calls import StageError, StageProcessEnded
 from stages.inference.teacher import TeacherRefused
 from stages.models import ModelNotFound
 from stages.prompts.files import PromptError
@@ -93,7 +93,15 @@ LASTING = (
     OSError,
 )
 # Of these, the errors caused by another process that is about to come back.
-PASSING = (SamplesGone, ConnectionError, TimeoutError, BlockingIOError, InterruptedError, StaleHandle)
+PASSING = (
+    SamplesGone,
+    StageProcessEnded,
+    ConnectionError,
+    TimeoutError,
+    BlockingIOError,
+    InterruptedError,
+    StaleHandle,
+)
 # A restart would not help: training is replayed with the same rows and weights, and gives the same loss.
 FATAL = (
     CannotStart,
@@ -123,10 +131,9 @@ FATAL = (
 
 
 class Worker:
-    """Worker ``kind``-``number`` of a run. ``name`` is another one after each restart. ``alone``: its process is its own."""
+    """Worker ``kind``-``number`` of a run. ``name`` is another one after each restart."""
 
-    def __init__(self, run: str, url: str, kind: str, number: int, name: str, *, alone: bool = False) -> None:
-        self._alone = alone
+    def __init__(self, run: str, url: str, kind: str, number: int, name: str) -> None:
         self.index = Index(url, run)
         self.kind, self.number, self.name = kind, number, name
         self._job: Job | None = None
@@ -146,8 +153,8 @@ class Worker:
             recipe = Recipe.from_json(recipe_json)
             if recipe.launch.launcher != "inline":  # this process is the worker's own
                 keep_from_others(recipe.launch.readers)
-            if self._alone and recipe.reward.environment is not None and kind_of(self.kind).name == "stage":
-                show(of_user_code(os.environ, recipe.reward.environment))
+                if recipe.stages:  # their modules are imported in their own processes alone
+                    recipe = declaring(recipe, await self.index.get(DECLARED))
             beating = asyncio.create_task(self._beat(recipe.launch.beat_seconds))
             paths, warehouse = RunPaths.from_json(paths_json).at_host()
             secret = (await self.index.get("secret") or "").encode()
@@ -306,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.path.append(os.getcwd())
     url = take(INDEX_VARIABLE)  # code of a user's runs here
     try:
-        asyncio.run(Worker(options.run, url, options.kind, options.number, options.name, alone=True).run())
+        asyncio.run(Worker(options.run, url, options.kind, options.number, options.name).run())
     except Exception as error:
         sys.exit(exit_code(error))
 

@@ -1,8 +1,7 @@
 """Adapters: a user's stage, and an algorithm's credit, as stages that a controller runs.
 
-A call of a user's stage has a bounded time. A plain one runs in a thread of its own and an async one in an event loop of its
-own thread, so that a call that blocks does not keep the worker from noticing. Nothing ends such a thread but the end of its
-process: the worker fails, and is started again. When one of the same rows takes as long in the next call, the run fails.
+A user's stage is called in a process of its own, or with the inline launcher in this one. A call has a bounded time: the
+worker fails after it, and is started again. When one of the same rows takes as long in the next call, the run fails.
 
 rows of a claim ─▶ process(rows) ─▶ columns ─────────▶ committed
 its groups      ─▶ process(group) ─▶ columns or Drop ─▶ committed together, or dropped with the reason
@@ -13,65 +12,25 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from pipeline.blocks import pack
-from pipeline.columns import ColumnError, Schema
 from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim, Index
-from stages.flow.bounded_call import BoundedCalls, TimeLimit
-from stages.flow.declarations import Drop, StageDeclaration, column
-from stages.flow.resolver import passed_column
-from stages.flow.user_stage import UserStage
-from stages.models import Tokenizer
-from stages.user_code import place_of, shown
+from stages.flow.bounded_call import TimeLimit
+from stages.flow.declarations import Drop, StageDeclaration
+from stages.flow.stage_calls import Result, StageCaller, StageError
 
 ROWS_AT_ONCE = 64
 GROUPS_AT_ONCE = 256
 USER_GROUPS_AT_ONCE = 8  # of a user's stage, which may take long over each
 MOST_NOTED = 4096  # rows whose calls took too long that a run remembers
 
-Result = Mapping[str, Any] | Drop
-
-
-class StageError(RuntimeError):
-    """A user's stage raised, or returned something else than it declares. The message names the stage and the line."""
-
 
 class StageTimedOut(RuntimeError):
     """A call of a user's stage took too long, for the first time with its rows."""
-
-
-class StageRows(dict[str, Any]):
-    """The columns that a stage needs, of B rows: a tensor [B, …] of a column with one value in each row, a list of B tensors
-    of a ragged one, a list of B strings of a text."""
-
-    def __init__(self, columns: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> None:
-        super().__init__(columns)
-        self._tokenizer = tokenizer
-
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(f"{name!r} is not a column that the stage needs; its columns are {sorted(self)}")
-
-    @cached_property
-    def completions(self) -> list[str]:
-        """The responses as texts, of a stage that needs ``response_ids``."""
-        assert self._tokenizer is not None
-        return [str(self._tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in self["response_ids"]]
-
-    @cached_property
-    def prompts(self) -> list[Any]:
-        """The prompts as their source gave them, texts or conversations, of a stage that needs ``given``."""
-        return [json.loads(text) for text in self["given"]]
-
-    @cached_property
-    def fields(self) -> list[dict[str, Any]]:
-        """The other columns of the prompts' rows, of a stage that needs ``fields``."""
-        return [json.loads(text) for text in self["fields"]]
 
 
 def plain_columns(rows: TensorDict, names: Sequence[str]) -> dict[str, Any]:
@@ -114,32 +73,28 @@ def outputs_of(members: Sequence[Sequence[int]], results: Sequence[Result], toke
 
 def _joined(parts: Sequence[Any]) -> Any:
     """The same column of several groups as one."""
+    if len(parts) == 1:
+        return parts[0]
     if isinstance(parts[0], torch.Tensor) and not parts[0].is_nested:
         return torch.cat(list(parts))
     return [value for part in parts for value in part]
 
 
 class StageAdapter(Stage):
-    """``stage`` as a stage of the pipeline: it holds no policy version and takes what is ready. A call may take ``timeout``
-    seconds; ``index`` remembers the rows of one that took longer."""
+    """The stage that ``declared`` is, called by ``caller``, as a stage of the pipeline: it holds no policy version and takes
+    what is ready. ``timeout``: of a call of it, in seconds; ``index`` remembers the rows of one that took longer."""
 
     def __init__(
         self,
-        stage: UserStage,
+        caller: StageCaller,
         declared: StageDeclaration,
-        tokenizer: Tokenizer | None = None,
         *,
         index: Index | None = None,
         timeout: float | None = None,
     ) -> None:
-        self.stage, self.declared, self.tokenizer = stage, declared, tokenizer
-        self.name, self.fetches = declared.name, tuple(declared.needs)
-        self._index, self._timeout, self._noting = index, timeout, asyncio.Lock()
-        self._calls = BoundedCalls(stage.process, timeout, f"stage {self.name}")
-        self._schema = Schema([column(name, kind) for name, kind in declared.makes.items()])
-
-    def close(self) -> None:
-        self._calls.close()
+        self.declared, self.name, self.fetches = declared, declared.name, tuple(declared.needs)
+        self._caller, self._index, self._timeout = caller, index, timeout
+        self._noting = asyncio.Lock()
 
     def room(self, held: int) -> int:
         if self.declared.takes == "rows":
@@ -147,47 +102,25 @@ class StageAdapter(Stage):
         return 0 if held else USER_GROUPS_AT_ONCE
 
     async def process(self, claim: Claim, rows: TensorDict) -> AsyncGenerator[Output, None]:
-        columns, tokens, numbers = plain_columns(rows, self.fetches), claim.tokens.tolist(), claim.row.tolist()
+        columns, tokens = plain_columns(rows, self.fetches), claim.tokens.tolist()
+        numbers = claim.row.tolist()
         if self.declared.takes == "rows":
-            made = await self._process(columns, numbers)
-            if isinstance(made, Drop):
-                raise self._wrong(made, "columns: only a stage with takes = 'groups' can drop a group")
-            yield Output(range(len(claim)), made, tokens=sum(tokens))
-            return
-        members = groups_of(claim.group.tolist())
-        calls = [
-            self._process({n: rows_at(c, at) for n, c in columns.items()}, [numbers[row] for row in at])
-            for at in members
-        ]
+            members, calls = [[*range(len(claim))]], [self._call(columns, numbers)]
+        else:
+            members = groups_of(claim.group.tolist())
+            calls = [
+                self._call({n: rows_at(c, at) for n, c in columns.items()}, [numbers[row] for row in at])
+                for at in members
+            ]
         for output in outputs_of(members, await asyncio.gather(*calls), tokens):
             yield output
 
-    async def _process(self, columns: Mapping[str, Any], numbers: Sequence[int]) -> Result:
+    async def _call(self, columns: Mapping[str, Any], numbers: Sequence[int]) -> Result:
         """What the stage makes of the rows with these ``numbers``. Raises StageError, StageTimedOut."""
-        made, rows = await self._call(StageRows(columns, self.tokenizer), numbers), len(numbers)
-        if isinstance(made, Drop):
-            return made
-        if not self.declared.makes or list(self.declared.makes) == [passed_column(self.name)]:
-            return {passed_column(self.name): torch.ones(rows, dtype=torch.bool)}
-        if not isinstance(made, Mapping) or made.keys() != self.declared.makes.keys():
-            raise self._wrong(made, f"a dict with the columns {sorted(self.declared.makes)}")
-        for name, values in made.items():
-            if not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0 or len(values) != rows:
-                raise self._wrong(values, f"{rows} values in {name!r}, one for each row")
         try:
-            pack(self._schema, made)
-        except ColumnError as error:
-            raise self._wrong(made, f"what the stage declares: {error}") from error
-        return made
-
-    async def _call(self, rows: StageRows, numbers: Sequence[int]) -> Any:
-        try:
-            return await self._calls.call(rows)
+            return await self._caller.call(columns, len(numbers))
         except TimeLimit as late:
             raise await self._late(numbers, late.place) from None
-        except Exception as error:
-            place = place_of(error, self.stage.process)
-            raise StageError(f"stage {self.name!r} raised {error!r} in process ({place})") from error
 
     async def _late(self, numbers: Sequence[int], place: str) -> Exception:
         """The error of a call that took too long: the run's, when one of its rows was in such a call before."""
@@ -203,7 +136,3 @@ class StageAdapter(Stage):
         if is_again:
             return StageError(f"{took}, and so did the call before it; correct it, or raise {key}")
         return StageTimedOut(f"{took}; it is called again")
-
-    def _wrong(self, made: Any, wanted: str) -> StageError:
-        place = place_of(StageError(), self.stage.process)
-        return StageError(f"stage {self.name!r} returned {shown(made)} from process ({place}); wanted is {wanted}")

@@ -78,6 +78,14 @@ class StageDeclaration:
     place: str = ""
 
 
+@dataclass(frozen=True)
+class Declared:
+    """What a recipe's own stages declare, and which of their columns its reward functions read."""
+
+    stages: tuple[StageDeclaration, ...]
+    reads: Columns
+
+
 def type_problems(key: str, columns: Columns) -> list[Problem]:
     """Names and types in a declaration that are none."""
     wrong = [

@@ -26,7 +26,7 @@ from stages.flow.declarations import (
 from stages.user_code import find
 
 if TYPE_CHECKING:
-    from stages.flow.adapter import StageRows
+    from stages.flow.stage_calls import StageRows
 
 ENTRY_POINTS = "asyncdock.stages"
 # Names of product stages and of worker kinds.

@@ -18,9 +18,10 @@ from tensordict import TensorDict
 from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
 from pipeline.warehouse.dock import Dock
-from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of
+from stages.flow.adapter import GROUPS_AT_ONCE, groups_of, outputs_of
 from stages.flow.catalogue import GIVEN, MASK, Truncated
 from stages.flow.declarations import Drop
+from stages.flow.stage_calls import Result
 
 if TYPE_CHECKING:
     from stages.training.advantage import DropAlarm

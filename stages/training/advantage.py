@@ -35,10 +35,11 @@ from pipeline.index.client import Claim, Index
 from pipeline.index.prompts import PassRateCalls
 from stages.algorithms.named import AlgorithmLike, NamedAlgorithm
 from stages.difficulty import outcome
-from stages.flow.adapter import GROUPS_AT_ONCE, Result, groups_of, outputs_of, plain_columns, rows_at
+from stages.flow.adapter import GROUPS_AT_ONCE, groups_of, outputs_of, plain_columns, rows_at
 from stages.flow.catalogue import CREDIT, MASK, Truncated, credit_stage
 from stages.flow.declarations import Drop
 from stages.flow.resolver import passed_column
+from stages.flow.stage_calls import Result
 from stages.rewards.scores import has_reward
 
 DROPPED = "truncated"  # reason of a group with too few responses that were not truncated

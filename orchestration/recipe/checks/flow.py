@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from orchestration.recipe.checks.code import option_problems
 from orchestration.recipe.checks.registry import check
-from orchestration.recipe.flow import algorithm_of, flow_of, reward_reads, stages_of
+from orchestration.recipe.flow import algorithm_of, declarations_of, flow_of, reward_reads
 from orchestration.recipe.problems import Problem, split_fix
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import StageSection
@@ -36,7 +36,7 @@ def stages_resolve(recipe: Recipe) -> Iterator[Problem]:
 def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
     try:
         flow_of(recipe)
-        reads = reward_reads(recipe, [declared for _, declared in stages_of(recipe)], required=True)
+        reads = reward_reads(recipe, declarations_of(recipe), required=True)
     except FlowError as error:
         yield from error.problems
         return

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
-from orchestration.recipe.flow import flow_of, stages_of
+from orchestration.recipe.flow import declarations_of, flow_of, stage_of
+from orchestration.recipe.sections import StageSection
 from orchestration.run.builders.job import Job
 from orchestration.run.engines import reference_engine, teacher_options
 from stages.flow.adapter import StageAdapter
+from stages.flow.declarations import StageDeclaration
+from stages.flow.stage_calls import StageCaller, StageCalls
 from stages.inference.scores import Reference
 from stages.inference.teacher import TeacherReference, TeacherServer
 
@@ -38,12 +42,27 @@ class ReferenceJob(Job):
 
 
 class StageJob(Job):
-    """Runs one instance of the class of a stage under ``[[stages]]``."""
+    """Has one instance of the class of a stage under ``[[stages]]`` called: in a process of its own, or with the inline
+    launcher in this one."""
 
     async def build(self) -> None:
-        found = enumerate(stages_of(self.recipe))
-        at, stage = next((at, stage) for at, (stage, declared) in found if declared.name == self.kind)
-        timeout, declared = self.recipe.stages[at].timeout, flow_of(self.recipe)[self.kind]
-        adapter = StageAdapter(stage, declared, self.tokenizer, index=self.index, timeout=timeout)
-        self.resources.callback(adapter.close)
-        self.control(adapter)
+        named = zip(self.recipe.stages, declarations_of(self.recipe), strict=True)
+        section = next(section for section, declared in named if declared.name == self.kind)
+        flow = flow_of(self.recipe)
+        declared = flow[self.kind]
+        declared = replace(declared, needs={name: flow.columns[name] for name in declared.needs})
+        caller = await self._caller(section, declared)
+        self.control(StageAdapter(caller, declared, index=self.index, timeout=section.timeout))
+
+    async def _caller(self, section: StageSection, declared: StageDeclaration) -> StageCaller:
+        if self.recipe.launch.launcher == "inline":
+            calls = StageCalls(stage_of(section), declared, self.tokenizer, section.timeout)
+            self.resources.callback(calls.close)
+            return calls
+        from orchestration.user_stages.caller import stage_process  # of a run with stages alone
+
+        log = self.paths.out / "logs" / f"{self.kind}-{self.number}.log"
+        process = stage_process(self.recipe, section, declared, log, f"{self.kind}-{self.number}")
+        self.resources.push_async_callback(process.close)
+        await process.open()
+        return process

@@ -1,0 +1,101 @@
+"""The line of a process that runs a user's code: messages over the socket that is its standard input.
+
+    message: bytes of its head (4) and of its body (8) ── the head in JSON ── the body, bytes whose meaning the head says
+
+Neither end unpickles anything. The process is not trusted: a message of it that says more bytes than are taken is not read.
+Importing this takes the standard library alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import os
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+SIZES = struct.Struct("<IQ")
+HEAD_BYTES = 16 << 20  # at most
+READ_AHEAD = 1 << 20  # bytes that a stream of messages buffers
+
+Message = tuple[dict[str, Any], bytes]
+
+
+class BadMessage(ValueError):
+    """What was sent is no message. ``str``: what it is."""
+
+
+def packed(head: Mapping[str, Any], body: bytes | bytearray = b"") -> bytes:
+    """The bytes of a message before its body."""
+    data = json.dumps(head).encode()
+    return SIZES.pack(len(data), len(body)) + data
+
+
+def send(line: socket.socket, head: Mapping[str, Any]) -> None:
+    """Send a message without a body."""
+    line.sendall(packed(head))
+
+
+def receive(line: socket.socket) -> dict[str, Any]:
+    """In the process: the head of the next message, which has no body. Raises EOFError at the end of the line."""
+    head_bytes, body_bytes = SIZES.unpack(_exactly(line, SIZES.size))
+    return head_of(_exactly(line, head_bytes + body_bytes))
+
+
+async def receive_from(stream: asyncio.StreamReader, most: int | None = None) -> Message:
+    """The next message. ``most``: bytes of a body that are taken, and HEAD_BYTES of a head; None: any number, as the sender
+    is trusted. Raises IncompleteReadError and ConnectionError at the end of the line, BadMessage."""
+    head_bytes, body_bytes = SIZES.unpack(await stream.readexactly(SIZES.size))
+    if most is not None and (head_bytes > HEAD_BYTES or body_bytes > most):
+        taken = f"{HEAD_BYTES} and {most} are taken"
+        raise BadMessage(f"a message of {head_bytes} bytes and {body_bytes} bytes of columns; {taken}")
+    head = head_of(await stream.readexactly(head_bytes))
+    return head, await stream.readexactly(body_bytes)
+
+
+def head_of(data: bytes) -> dict[str, Any]:
+    """The head of a message from its JSON. Raises BadMessage."""
+    try:
+        head = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"{len(data)} bytes that are no JSON ({type(error).__name__})") from None
+    if not isinstance(head, dict):
+        raise BadMessage(f"a {type(head).__name__} in JSON; a message is an object")
+    return head
+
+
+def _exactly(line: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = line.recv(count - len(data))
+        if not piece:
+            raise EOFError("the line has ended")
+        data += piece
+    return bytes(data)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the process
+
+
+def take_line() -> socket.socket:
+    """Standard input as a socket. Code that reads its input then reads nothing."""
+    line = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return line
+
+
+def prepare(path: list[str], memory: int = 0) -> None:
+    """Set what a process that runs a user's code has: no core dump but a trace in its log, ``memory`` bytes of data (0: no
+    limit), ``path`` of imports."""
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    sys.path[:] = path

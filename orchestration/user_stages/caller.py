@@ -1,0 +1,115 @@
+"""Calls a user's stage in a process of its own, without what its worker has: clients of the index, arenas, secrets.
+
+    call ─▶ columns as a block ──▶ the process ─▶ process(rows) ──▶ a block, which is checked as a stranger's ─▶ columns
+                                     └ it dies, or says what no stage can: the worker fails, and both are started again
+
+The process is forked by a server that was started with the environment of a user's code. It ends with the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestration.processes.environment import of_user_code
+from orchestration.processes.forkserver import Launch
+from orchestration.processes.starter import FORKSERVER, Starter
+from orchestration.processes.user_process import ProcessEnded, UserProcess
+from orchestration.recipe.schema import Recipe
+from orchestration.recipe.sections import StageSection
+from orchestration.rewards.needs import import_path
+from orchestration.user_stages.process import Setup
+from stages.flow.bounded_call import TimeLimit
+from stages.flow.declarations import Drop, StageDeclaration
+from stages.flow.packed_rows import BadRows, packed_rows, unpacked_rows
+from stages.flow.stage_calls import Result, StageCaller, StageError, StageProcessEnded, schema_of
+from stages.models import MADE_FROM_SEED, model_folder
+
+ENTRY = "orchestration.user_stages.process"
+START_SECONDS = 120.0  # to import the stage, and to make it
+GRACE_SECONDS = 5.0  # in which the process reports that a call took too long; one that blocks it altogether cannot
+END_SECONDS = 5.0  # in which it ends by itself, when its line has ended
+LONGEST = 4000  # characters of a text from the process
+
+
+def stage_process(
+    recipe: Recipe, section: StageSection, declared: StageDeclaration, log: Path, worker: str
+) -> StageProcess:
+    """What calls the stage of ``section`` for ``worker``, whose log is ``log``."""
+    model, tokenizer = recipe.model.source, ""
+    if "response_ids" in declared.needs:
+        own = "tiny" if model == "mock" else model
+        tokenizer = own if own in MADE_FROM_SEED else str(model_folder(own))
+    setup = Setup(section.use, section.options, declared, section.timeout, tokenizer, import_path([section.use]))
+    environment = of_user_code(os.environ, recipe.reward.environment)
+    title = f"asyncdock stage {worker}"
+    return StageProcess(setup, environment=environment, log=log, most=recipe.pipeline.arena, title=title)
+
+
+class StageProcess(StageCaller):
+    """Calls the stage of ``setup`` in a process with ``environment``, whose output is appended to ``log``. ``most``: bytes
+    of the columns of an answer. ``title``: of the process in `ps`."""
+
+    def __init__(self, setup: Setup, *, environment: Mapping[str, str], log: Path, most: int, title: str) -> None:
+        self._setup, self._declared = setup, setup.declared
+        self._environment, self._log, self._most, self._title = dict(environment), log, most, title
+        self._needs, self._makes = schema_of(self._declared.needs), schema_of(self._declared.makes)
+        self._starter: Starter | None = None
+        self._process: UserProcess | None = None
+
+    async def open(self) -> None:
+        """Start the process. Raises StageError when the stage cannot be made, StageProcessEnded."""
+        preload = (ENTRY, "stages.models") if self._setup.tokenizer else (ENTRY,)
+        self._starter = Starter(FORKSERVER, preload=preload, environment=self._environment)
+        launch = Launch(ENTRY + ":main", [], self._environment, os.getcwd(), str(self._log), self._title)
+        self._process = process = await UserProcess.start(self._starter, launch, self._most)
+        name = self._declared.name
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await process.send(self._setup.to_head())
+                head, _ = await process.receive()
+        except TimeoutError:
+            raise StageError(f"stage {name!r}: making it took more than {START_SECONDS:g} s; see {self._log}") from None
+        except ProcessEnded as ended:
+            raise StageProcessEnded(f"stage {name!r}: making it {ended}; see {self._log}") from None
+        if "refused" in head:
+            raise StageError(f"stage {name!r}: {_text(head['refused'])}")
+        process.begin()
+
+    async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
+        assert self._process is not None, "open() was not called"
+        name, body = self._declared.name, packed_rows(self._needs, columns)
+        try:
+            async with asyncio.timeout(self._setup.timeout + GRACE_SECONDS):
+                head, made = await self._process.ask({"rows": rows}, body)
+        except TimeoutError:
+            raise TimeLimit("at a place that its process could not tell") from None
+        except ProcessEnded as ended:
+            failed = StageError if ended.is_bad else StageProcessEnded
+            raise failed(f"stage {name!r} {ended} in process; see {self._log}") from None
+        if "late" in head:
+            raise TimeLimit(_text(head["late"]))
+        if "error" in head:
+            raise StageError(_text(head["error"]))
+        if "dropped" in head:
+            if self._declared.takes == "rows":
+                raise StageError(f"stage {name!r} takes rows, and its process dropped them; only groups can be dropped")
+            return Drop(_text(head["dropped"]))
+        try:
+            return unpacked_rows(self._makes, bytearray(made), rows)
+        except BadRows as wrong:
+            raise StageError(f"stage {name!r} made its process send what are not its columns: {wrong}") from None
+
+    async def close(self) -> None:
+        """End the process, and what it has started."""
+        if self._process is not None:
+            await self._process.end(END_SECONDS)
+        if self._starter is not None:
+            self._starter.close()
+
+
+def _text(value: Any) -> str:
+    return str(value)[:LONGEST]

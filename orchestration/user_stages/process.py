@@ -1,0 +1,120 @@
+"""The process of a user's stage. Its standard input is a socket to its worker (:mod:`orchestration.user_stages.caller`).
+
+    worker ──▶ Setup ─▶ tokenizer ─▶ import and make the stage ─▶ {}, or {refused} ──▶ worker
+    worker ──▶ {id, rows}, columns ─▶ process(rows) ─▶ {id}, columns, or {id, dropped | error | late} ──▶ worker
+
+Columns are one block (:mod:`stages.flow.packed_rows`). ``late``: the call takes too long, and where it is; it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestration.logs import configure
+from orchestration.processes.line import READ_AHEAD, packed, prepare, receive, receive_from, send, take_line
+from orchestration.streams import open_outputs
+from pipeline.columns import Schema
+from stages.flow.bounded_call import TimeLimit
+from stages.flow.declarations import Drop, StageDeclaration
+from stages.flow.packed_rows import packed_rows, unpacked_rows
+from stages.flow.stage_calls import StageCalls, StageError, schema_of
+from stages.flow.user_stage import stage_class
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process is started with: the class ``use``, made with ``options``; what it declares, with the type of each
+    column; ``timeout`` of a call in seconds; ``tokenizer``: the model whose tokenizer it needs, "" for none; ``path`` of
+    imports."""
+
+    use: str
+    options: dict[str, Any]
+    declared: StageDeclaration
+    timeout: float
+    tokenizer: str
+    path: list[str]
+
+    def to_head(self) -> dict[str, Any]:
+        """This as the head of a message."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, head: dict[str, Any]) -> Setup:
+        """The setup that :meth:`to_head` wrote."""
+        return cls(**{**head, "declared": StageDeclaration(**head["declared"])})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    line = take_line()
+    setup = Setup.of(receive(line))
+    open_outputs()
+    configure(terminal=False)
+    prepare(setup.path)
+    try:
+        calls = _calls_of(setup)
+    except Exception as error:
+        return send(line, {"refused": str(error)})
+    send(line, {})
+    asyncio.run(_serve(line, calls))
+    calls.close()
+
+
+def _calls_of(setup: Setup) -> StageCalls:
+    tokenizer = None
+    if setup.tokenizer:
+        from stages.models import load_tokenizer
+
+        tokenizer = load_tokenizer(setup.tokenizer)
+    stage = stage_class(setup.use)(**setup.options)
+    return StageCalls(stage, setup.declared, tokenizer, setup.timeout)
+
+
+async def _serve(line: socket.socket, calls: StageCalls) -> None:
+    """Answer until the line ends. Calls that have not ended then are left."""
+    stream, writer = await asyncio.open_connection(sock=line, limit=READ_AHEAD)
+    declared = calls.declared
+    schemas = schema_of(declared.needs), schema_of(declared.makes)
+    answering = set[asyncio.Task[None]]()
+    while True:
+        try:
+            head, body = await receive_from(stream)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        task = asyncio.create_task(_answer(writer, calls, schemas, head, bytearray(body)))
+        answering.add(task)
+        task.add_done_callback(answering.discard)
+
+
+async def _answer(
+    writer: asyncio.StreamWriter,
+    calls: StageCalls,
+    schemas: tuple[Schema, Schema],
+    head: dict[str, Any],
+    body: bytearray,
+) -> None:
+    needs, makes = schemas
+    answer, columns = {"id": head["id"]}, bytearray()
+    try:
+        made = await calls.call(unpacked_rows(needs, body, head["rows"]), head["rows"])
+        if isinstance(made, Drop):
+            answer["dropped"] = str(made.reason)
+        else:
+            columns = packed_rows(makes, made)
+    except TimeLimit as late:
+        answer["late"] = late.place
+    except StageError as error:
+        answer["error"] = str(error)
+    except Exception as error:
+        answer["error"] = f"stage {calls.declared.name!r}: {error!r}"
+    writer.write(packed(answer, columns))
+    writer.write(columns)
+    await writer.drain()
+
+
+if __name__ == "__main__":
+    main()

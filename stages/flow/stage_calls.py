@@ -1,0 +1,128 @@
+"""Calls of a user's stage, and the checks of what it returns.
+
+columns of rows ─▶ StageRows ─▶ process(rows), within a time ─▶ names, number of rows, types ─▶ columns, or Drop
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from pipeline.blocks import pack
+from pipeline.columns import ColumnError, Schema
+from stages.flow.bounded_call import BoundedCalls, TimeLimit
+from stages.flow.declarations import Columns, Drop, StageDeclaration, column
+from stages.flow.resolver import passed_column
+from stages.flow.user_stage import UserStage
+from stages.user_code import place_of, shown
+
+if TYPE_CHECKING:
+    from stages.models import Tokenizer
+
+Result = Mapping[str, Any] | Drop
+
+
+class StageError(RuntimeError):
+    """A user's stage raised, or returned something else than it declares. The message names the stage and the line."""
+
+
+class StageProcessEnded(RuntimeError):
+    """The process of a user's stage has ended, as by a crash. The message names the stage and says how."""
+
+
+class StageCaller(Protocol):
+    """Calls a user's stage, in this process or in another one."""
+
+    async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
+        """What the stage makes of ``rows`` rows with these ``columns``, each as in :class:`StageRows`: all columns that it
+        declares, or a Drop. Raises StageError, TimeLimit, StageProcessEnded."""
+
+
+class StageRows(dict[str, Any]):
+    """The columns that a stage needs, of B rows: a tensor [B, …] of a column with one value in each row, a list of B tensors
+    of a ragged one, a list of B strings of a text."""
+
+    def __init__(self, columns: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> None:
+        super().__init__(columns)
+        self._tokenizer = tokenizer
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"{name!r} is not a column that the stage needs; its columns are {sorted(self)}")
+
+    @cached_property
+    def completions(self) -> list[str]:
+        """The responses as texts, of a stage that needs ``response_ids``."""
+        assert self._tokenizer is not None
+        return [str(self._tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in self["response_ids"]]
+
+    @cached_property
+    def prompts(self) -> list[Any]:
+        """The prompts as their source gave them, texts or conversations, of a stage that needs ``given``."""
+        return [json.loads(text) for text in self["given"]]
+
+    @cached_property
+    def fields(self) -> list[dict[str, Any]]:
+        """The other columns of the prompts' rows, of a stage that needs ``fields``."""
+        return [json.loads(text) for text in self["fields"]]
+
+
+def schema_of(columns: Columns) -> Schema:
+    """The pipeline's schema of a stage's declared ``columns``."""
+    return Schema([column(name, kind) for name, kind in columns.items()])
+
+
+class StageCalls(StageCaller):
+    """Calls ``stage`` in this process. A call may take ``timeout`` seconds (None: any time)."""
+
+    def __init__(
+        self,
+        stage: UserStage,
+        declared: StageDeclaration,
+        tokenizer: Tokenizer | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.stage, self.declared, self.tokenizer = stage, declared, tokenizer
+        self._calls = BoundedCalls(stage.process, timeout, f"stage {declared.name}")
+        self._schema = schema_of(declared.makes)
+
+    def close(self) -> None:
+        """End the event loop of async calls."""
+        self._calls.close()
+
+    async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
+        made = await self._call(StageRows(columns, self.tokenizer))
+        if isinstance(made, Drop):
+            if self.declared.takes == "rows":
+                raise self._wrong(made, "columns: only a stage with takes = 'groups' can drop a group")
+            return made
+        passed = passed_column(self.declared.name)
+        if not self.declared.makes or list(self.declared.makes) == [passed]:
+            return {passed: torch.ones(rows, dtype=torch.bool)}
+        if not isinstance(made, Mapping) or made.keys() != self.declared.makes.keys():
+            raise self._wrong(made, f"a dict with the columns {sorted(self.declared.makes)}")
+        for name, values in made.items():
+            if not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0 or len(values) != rows:
+                raise self._wrong(values, f"{rows} values in {name!r}, one for each row")
+        try:
+            pack(self._schema, made)
+        except ColumnError as error:
+            raise self._wrong(made, f"what the stage declares: {error}") from error
+        return made
+
+    async def _call(self, rows: StageRows) -> Any:
+        try:
+            return await self._calls.call(rows)
+        except TimeLimit:
+            raise
+        except Exception as error:
+            place = place_of(error, self.stage.process)
+            raise StageError(f"stage {self.declared.name!r} raised {error!r} in process ({place})") from error
+
+    def _wrong(self, made: Any, wanted: str) -> StageError:
+        place = place_of(StageError(), self.stage.process)
+        name = self.declared.name
+        return StageError(f"stage {name!r} returned {shown(made)} from process ({place}); wanted is {wanted}")
