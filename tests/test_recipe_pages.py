@@ -33,7 +33,7 @@ REST: dict[str, dict[str, Any]] = {
     "train": {"steps": 10},
 }
 MODULES = {
-    "my_rewards": "def brevity(completions, **columns):\n    return [1.0] * len(completions)\n",
+    "my_rewards": "def brevity(completions, **columns):\n    return [1.0] * len(completions)\n\njudge = brevity\n",
     "math_rewards": "def correct(completions, **columns):\n    return [1.0] * len(completions)\n",
     "my_data": 'def questions():\n    return [{"prompt": "How high is it?", "answer": "4806"}] * 3\n',
 }
@@ -57,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("pages")
     text, conversation = blocks(KEYS, "json")
     (made / "questions.jsonl").write_text(text)
+    (made / "words.txt").write_text("word\n")
     (made / "conversations.jsonl").write_text(conversation)
     (made / "sums.jsonl").write_text(blocks(ROOT / "docs" / "rewards.md", "json")[0])
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"

@@ -22,6 +22,7 @@ from stages.engines.vllm.rows import VllmRow
 class Arguments:
     model: str = ""
     max_num_batched_tokens: int = 0
+    trust_remote_code: bool = False
     additional_config: dict[str, Any] = field(default_factory=dict)
 
 
