@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A recipe may fit its schema and not be sound: a schema cannot say how keys must fit together, and 422 does.
 CONFIG = """
 [checks.positive_data_acceptance]
-expected-statuses = ["2xx", "401", "403", "404", "409", "422", "429"]
+expected-statuses = ["2xx", "401", "403", "404", "409", "410", "422", "429"]
 """
 # Of the two operations that take a recipe, one tries each of its keys: some 700 requests, a third of all.
 QUICK = f"""{CONFIG}

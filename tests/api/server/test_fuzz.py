@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -11,11 +12,12 @@ from benchmarks.fuzz_api import FUZZED, QUICK, Found, Served, fuzz
 from tests.api.watchdog import HELD
 
 
+@pytest.mark.timeout(700)
 def test_the_api_keeps_to_its_document_whatever_it_is_sent() -> None:
     found = Found()
     served = Served(*FUZZED, module="tests.api.watched")
     with served as (url, token):
-        fuzz(url, token, found, seed=1, examples=1, seconds=240.0, settings=QUICK)
+        fuzz(url, token, found, seed=1, examples=1, seconds=600.0, settings=QUICK)
     assert not found.failures, "\n".join(found.reports)
     assert not (held := [line for line in served.log.splitlines() if HELD in line]), held
     assert found.operations == 40, "each one but the stream, which does not end"
