@@ -55,6 +55,7 @@ BOUNDARIES: Mapping[str, tuple[str, ...]] = {
         "test_trust.py::test_torchs_own_reader_of_checkpoints_is_not_used",
     ),
     "user code": (
+        "orchestration/run/test_stage_processes.py",
         "orchestration/run/test_user_environment.py",
         "orchestration/processes/test_environment.py",
         *_SANDBOX,
