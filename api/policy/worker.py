@@ -65,5 +65,5 @@ if __name__ == "__main__":
     open_outputs()
     logs.configure()
     # Before there are threads and engines: processes that read texts have all imports, and none of the secrets.
-    made = json.loads(os.environ.pop(OPTIONS_VARIABLE))
-    asyncio.run(_serve(made, ForkServer.within()))
+    options = json.loads(os.environ.pop(OPTIONS_VARIABLE))
+    asyncio.run(_serve(options, ForkServer.within()))

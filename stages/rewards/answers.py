@@ -99,9 +99,10 @@ def number_of(answer: Any) -> list[Number]:
 
 
 def is_computed(text: str) -> bool:
-    """Whether :func:`read_number` has math-verify compute an expression that ``text`` answers with."""
+    """Whether ``text`` answers with an expression, which :func:`read_number` has math-verify compute where it is installed
+    (:func:`computes`)."""
     part, is_marked = answer_part(text)
-    return _is_expression(plain_text(part), is_marked) and computes()
+    return _is_expression(plain_text(part), is_marked)
 
 
 def computes() -> bool:

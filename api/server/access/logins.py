@@ -3,8 +3,8 @@
     link ──▶ CODE in the fragment of a URL ──▶ redeem ──▶ the session's text, which the page keeps ──▶ find, at each request
              no server is sent a fragment      once, within ten minutes, by a browser of the user who asked for the link
 
-Codes and sessions are in the memory of this process, as hashes, and end with it. A page that stays open when the server ends
-may send its session to whoever takes the port; the next server does not know it.
+Codes and sessions are in the memory of this process, as hashes, and end with it. A page that stays open after the
+server has ended may send its session to another server on the same port. That session is not valid any more.
 
 A session is no cookie: a browser sends the cookies of 127.0.0.1 to all of its ports, those of other users among them.
 """
@@ -53,8 +53,8 @@ class Logins:
         self._sessions: OrderedDict[str, _Grant] = OrderedDict()
 
     def link(self, token: Token, user: int | None) -> str:
-        """Return a code for a session of ``token``. ``user``: whose processes of this machine may redeem it, beside root's;
-        None: whoever has it."""
+        """Return a code for a session of ``token``. ``user``: the user id whose processes may redeem it, beside
+        root's. None: anybody with the code may redeem it."""
         return _add(self._codes, _Grant(token, time.monotonic() + CODE_SECONDS, user))
 
     def redeem(self, code: str, user: int | None) -> tuple[str, Token]:

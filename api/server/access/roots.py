@@ -34,20 +34,29 @@ def below_root(roots: Sequence[Path], value: str) -> Path | None:
     return None
 
 
-def is_of_service(data: Path, path: str) -> bool:
-    """Whether the real ``path`` holds, or is in, what only the service in ``data`` may read: tokens and its index. The
-    operator may have given a root that these lie in."""
-    folder, runs = os.path.realpath(data), os.path.join(os.path.realpath(data), RUNS, "")
-    if path.startswith(runs) and path.count("/") == runs.count("/") + 1 and path.endswith(f"/{WHERE}"):
-        return True  # a live run's: its index's password
-    own = [os.path.join(folder, name) for name in SERVICE_NAMES - {RUNS}]
-    return any(path == place or path.startswith(f"{place}/") for place in (*own, os.path.realpath(services_folder())))
+class PrivatePlaces:
+    """Real paths that only the service in ``data`` may read: its tokens and its index. A root may contain them."""
+
+    def __init__(self, data: Path) -> None:
+        folder = os.path.realpath(data)
+        self._runs = os.path.join(folder, RUNS, "")
+        names = [os.path.join(folder, name) for name in SERVICE_NAMES - {RUNS}]
+        self._places = (*names, os.path.realpath(services_folder()))
+        self._folders = tuple(f"{place}/" for place in self._places)
+
+    def __contains__(self, path: str) -> bool:
+        """Whether the real ``path`` is one of them, or is in one."""
+        if path in self._places or path.startswith(self._folders):
+            return True
+        run, _, name = path.removeprefix(self._runs).partition("/")
+        return path.startswith(self._runs) and bool(run) and name == WHERE  # the password of the run's index
 
 
 def leads_out(roots: Sequence[Path], path: Path, data: Path) -> str:
     """Return what in the real ``path``, by its name in it, is no file below a root, or is what only the service in ``data``
     may read, and why; "" where there is nothing. Folders that links lead to are looked at, too."""
-    if is_of_service(data, str(path)):
+    private = PrivatePlaces(data)
+    if str(path) in private:
         return "it is the service's own"
     real_roots = [os.path.realpath(root) for root in roots]
     entries, seen, waiting = 0, {os.path.realpath(path)}, [str(path)] if path.is_dir() else []
@@ -63,7 +72,7 @@ def leads_out(roots: Sequence[Path], path: Path, data: Path) -> str:
         for name in names:
             entry = os.path.join(current, name)
             real = os.path.realpath(entry)
-            if is_of_service(data, real):
+            if real in private:
                 return f"{_shown(entry, path)} is the service's own"
             if not any(real == root or real.startswith(os.path.join(root, "")) for root in real_roots):
                 return f"{_shown(entry, path)} is a link to a place outside"
