@@ -18,7 +18,7 @@
   run        GRPO with that model as a colocated run, with and without prefetch (benchmarks/colocated.py): seconds a step,
              exposed and hidden seconds of a step's swaps, bytes on the device in either turn.
 
-Decode steps are recorded and replayed by the device where torch can (``torch.accelerator.Graph``, torch 2.13).
+Decode steps are recorded and replayed by the device where torch can (``stages.device.new_graph``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -368,9 +368,8 @@ async def turns(
     ]
 
 
-async def whole_run(model: PreTrainedModel, device: torch.device, smoke: bool) -> list[Figure]:
+async def whole_run(model: PreTrainedModel, device: torch.device, smoke: bool) -> AsyncIterator[list[Figure]]:
     """Colocated GRPO runs of ``model``, with weights read from a folder."""
-    figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="asyncdock-gpu-check-") as folder:
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
@@ -383,7 +382,7 @@ async def whole_run(model: PreTrainedModel, device: torch.device, smoke: bool) -
         for arm in ("colocated", "colocated, prefetch"):
             launcher, steps = ("inline", 3) if smoke else ("process", 8)
             measured = await colocated.measure(arm, colocated.recipe_of(arm, folder, steps, launcher, changes))
-            figures += [
+            yield [
                 Figure(f"{arm}: step", measured.step_seconds, "s"),
                 Figure(f"{arm}: exposed", measured.exposed, "s"),
                 Figure(f"{arm}: hidden", measured.hidden, "s"),
@@ -391,7 +390,6 @@ async def whole_run(model: PreTrainedModel, device: torch.device, smoke: bool) -
                 Figure(f"{arm}: generating", measured.generating / 1e6, "MB", timed=False),
                 Figure(f"{arm}: released", measured.released / 1e6, "MB", timed=False),
             ]
-    return figures
 
 
 def update_speed(
@@ -424,14 +422,14 @@ def update_speed(
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-async def check(device: torch.device, smoke: bool, repeat: int) -> list[Figure]:
-    figures = fused_numerics(device)
+async def check(device: torch.device, smoke: bool, repeat: int) -> AsyncIterator[list[Figure]]:
+    yield fused_numerics(device)
     for name, build in tiny_models().items():
-        figures += await rollout_numerics(name, build, device)
-        figures += update_numerics(name, build, device)
+        yield await rollout_numerics(name, build, device)
+        yield update_numerics(name, build, device)
     shape, dtype, cases = (TINY, torch.float32, SMOKE) if smoke else (LARGE, torch.bfloat16, CASES)
     machine = machine_of(device, dtype, smoke)
-    figures += [
+    yield [
         Figure("matmul rate", machine.rate / 1e12, "TFLOP/s"),
         Figure("memory bandwidth", machine.bandwidth / 1e9, "GB/s"),
     ]
@@ -444,16 +442,27 @@ async def check(device: torch.device, smoke: bool, repeat: int) -> list[Figure]:
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine = TorchRolloutEngine(model, max_rows=max(case.rows for case in cases), device=device, accelerated=True)
     for case in cases:
-        figures.append(await rollout_speed(engine, sizes, machine, case, vocabulary, repeat))
-    figures += await swap_speed(engine, weights, device)
+        yield [await rollout_speed(engine, sizes, machine, case, vocabulary, repeat)]
+    yield await swap_speed(engine, weights, device)
     await engine.close()
     del engine, model
     devices.release_cached(device)
-    figures += update_speed(build_large(), sizes, machine, cases[0], vocabulary, device, repeat)
+    yield update_speed(build_large(), sizes, machine, cases[0], vocabulary, device, repeat)
     devices.release_cached(device)
-    figures += await turns(build_large, shape, cases[0], device, repeat)
+    yield await turns(build_large, shape, cases[0], device, repeat)
     devices.release_cached(device)
-    return figures + await whole_run(build_large(), device, smoke)
+    async for of_arm in whole_run(build_large(), device, smoke):
+        yield of_arm
+
+
+async def printed(found: AsyncIterator[list[Figure]], device: torch.device) -> list[Figure]:
+    """All figures, each printed once it is there."""
+    figures: list[Figure] = []
+    async for some in found:
+        figures += some
+        for figure in some:
+            print(line(figure, device), flush=True)
+    return figures
 
 
 def line(figure: Figure, device: torch.device) -> str:
@@ -478,8 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure(terminal=False)  # what the runs log is not for standard output
     graphs = "not recorded" if devices.new_graph(device) is None else "recorded"
     print(f"torch {torch.__version__}, device {device}, decode steps {graphs}, medians of {args.repeat}")
-    figures = asyncio.run(check(device, args.smoke, args.repeat))
-    print("\n".join(line(figure, device) for figure in figures))
+    figures = asyncio.run(printed(check(device, args.smoke, args.repeat), device))
     if args.json:
         record = {"torch": torch.__version__, "device": str(device), "figures": [asdict(figure) for figure in figures]}
         args.json.write_text(json.dumps(record, indent=2) + "\n")

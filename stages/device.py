@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed
+
+log = structlog.get_logger(__name__)
 
 AUTO = "auto"
 INSTALL_NPU = (
@@ -273,29 +276,56 @@ def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def record(device: torch.device, act: Callable[[], torch.Tensor]) -> tuple[Callable[[], Any], torch.Tensor]:
-    """Returns a function that runs ``act`` again on the same tensors, and the tensor of its results. Where torch can
-    (``torch.accelerator.Graph``, torch 2.13, and the device implements it), the device replays a recording; else ``act``
-    is called."""
-    graph = new_graph(device)
-    if graph is None:
-        result = act()
-        return lambda: result.copy_(act()), result
+    """Returns a function that runs ``act`` again on the same tensors, and the tensor of its results. Where the device can
+    (:func:`new_graph`), it replays a recording; else ``act`` is called, as where something in it may not be recorded: in
+    float32 the experts of a layer read numbers back to the host, in bfloat16 they do not."""
+    if (graph := new_graph(device)) is not None:
+        try:
+            return graph.replay, _recorded(device, graph, act)
+        except RuntimeError as error:
+            _say_not_recorded(str(error))
+    result = act()
+    return lambda: result.copy_(act()), result
+
+
+def _recorded(device: torch.device, graph: Any, act: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Record ``act`` beside the current stream. Returns the tensor that a replay writes to."""
     stream = torch.Stream(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream, graph:
         result = act()
     torch.accelerator.current_stream(device).wait_stream(stream)
-    return graph.replay, result
+    return result
+
+
+@functools.cache
+def _say_not_recorded(reason: str) -> None:
+    log.warning("steps are computed one operation after the other: the device could not record one", reason=reason)
 
 
 def new_graph(device: torch.device) -> Any:
-    """A graph for a recording on ``device``, or None."""
+    """A graph for a recording on ``device``: ``torch.accelerator.Graph`` (torch 2.13, where the device implements it), or
+    CUDA's own before that; else None."""
+    if device.type == "cuda" and not hasattr(torch.accelerator, "Graph"):
+        return _CudaGraph()
     if device.type == "cpu" or not hasattr(torch.accelerator, "Graph"):
         return None
     try:
         return torch.accelerator.Graph(capture_error_mode="thread_local")
     except (NotImplementedError, RuntimeError):  # the backend does not implement it
         return None
+
+
+class _CudaGraph(torch.cuda.CUDAGraph):
+    """Records what its block enqueues on the current stream, as ``torch.accelerator.Graph`` does."""
+
+    def __enter__(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the recording has memory of its own
+        self.capture_begin(capture_error_mode="thread_local")
+
+    def __exit__(self, *_: object) -> None:
+        self.capture_end()
 
 
 @contextmanager

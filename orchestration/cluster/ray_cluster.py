@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestration.processes.environment import importable
 from pipeline.compat.extras import extra, is_installed
 
 AUTO, LOCAL, CLIENT = "auto", "local", "ray://"
@@ -74,7 +75,8 @@ def find(address: str, environment: Mapping[str, str] = os.environ, key: str = "
 def look(address: str) -> Cluster:
     """Return what :func:`find` does, from a process of its own: the threads of gRPC would not outlive a fork."""
     command = [sys.executable, "-P", "-m", __spec__.name, address]
-    reply = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    found = subprocess.run(command, env=importable(os.environ), stdout=subprocess.PIPE, text=True, check=True)
+    reply = json.loads(found.stdout)
     if "failed" in reply:
         raise ClusterRefused(reply["failed"])
     return Cluster(**reply)

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from orchestration.cluster.placement import Node, bundles, describe_lack, needs, place
+from orchestration.processes.environment import importable
 from orchestration.recipe.devices import Worker
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers
@@ -173,6 +174,7 @@ class RayHosts:
             self._driver = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "orchestration.cluster.ray_cluster"),
                 *(self._cluster, str(cpus)),
+                env=importable(os.environ),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=file,

@@ -10,9 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import site
 import sys
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
+ROOT = str(Path(__file__).parents[2])  # the folder that has these packages
 OURS = "ASYNCDOCK_"
 SECRET = re.compile(r"ASYNCDOCK_([A-Z_]+_)?(INDEX|KEY|LEASE|PASSWORD|SECRET|TOKEN)")
 # What programs need to run at all, and what says how much of the machine they may use. No credentials are among them.
@@ -27,6 +30,16 @@ HARMLESS = re.compile(
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """``environment`` without passwords and tokens of ours."""
     return {name: value for name, value in environment.items() if not SECRET.fullmatch(name)}
+
+
+def importable(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment``, in which a new interpreter finds these packages. It does not look into its current folder (-P), where
+    alone this one may have found them: ``python -m benchmarks.gpu_check`` in a checkout that is not installed."""
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    found_here = ROOT in map(os.path.abspath, sys.path)  # of "", the current folder
+    if not found_here or ROOT in [*paths, *site.getsitepackages(), site.getusersitepackages()]:
+        return dict(environment)
+    return {**environment, "PYTHONPATH": os.pathsep.join([*paths, ROOT])}
 
 
 def of_user_code(environment: Mapping[str, str], names: Collection[str] | None) -> dict[str, str]:

@@ -43,7 +43,7 @@ from typing import IO, Any, NoReturn, cast
 
 from setproctitle import setproctitle
 
-from orchestration.processes.environment import without_secrets
+from orchestration.processes.environment import importable, without_secrets
 from orchestration.processes.handles import Process
 from pipeline.index.embedded import die_with_parent
 
@@ -498,7 +498,7 @@ def _server_process(
             stderr=output,
             pass_fds=handles,
             start_new_session=True,  # it does not get Ctrl-C
-            env={**ENVIRONMENT, **(without_secrets(os.environ) if environment is None else environment)},
+            env={**ENVIRONMENT, **importable(without_secrets(os.environ) if environment is None else environment)},
         )
     finally:
         for handle in handles[1:]:

@@ -15,6 +15,7 @@ from functools import partial
 
 import structlog
 
+from orchestration.processes.environment import importable
 from orchestration.processes.forkserver import (
     ENVIRONMENT,
     PRELOAD,
@@ -108,7 +109,7 @@ def spawn(launch: Launch, stdin: int | None = None) -> Process:
             stderr=file,
             start_new_session=True,  # it does not get Ctrl-C
             preexec_fn=None if launch.outlives else partial(die_with_parent, os.getpid()),
-            env={**ENVIRONMENT, **launch.env},
+            env={**ENVIRONMENT, **importable(launch.env)},
             cwd=launch.cwd,
         )
     return Process.of(child.pid, child)

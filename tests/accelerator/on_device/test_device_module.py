@@ -212,6 +212,27 @@ def test_a_recording_is_made_beside_the_stream_and_waits_for_it(
     assert len(beside) == 1, "what was recorded is replayed, not called"
 
 
+def test_what_the_device_cannot_record_is_called(npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(Graph):
+        def __exit__(self, *error: object) -> None:
+            super().__exit__(*error)
+            raise RuntimeError("the recording was spoilt")
+
+    monkeypatch.setattr(torch.accelerator, "Graph", Refusing)
+    ordinary, given = torch.accelerator.current_stream(npu), torch.ones(3, device=npu)
+
+    def act() -> torch.Tensor:
+        if Graph.recording is not None:
+            raise RuntimeError("Cannot copy between CPU and device during capture")  # in a float32 model with experts
+        return given * 2
+
+    again, result = devices.record(npu, act)
+    assert torch.accelerator.current_stream(npu) == ordinary
+    given.fill_(5)
+    again()
+    assert result.tolist() == [10, 10, 10]
+
+
 # --- fused operators ------------------------------------------------------------------------------------------------------
 
 

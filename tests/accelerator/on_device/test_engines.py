@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
 from tests.stages.sharded import OPTIONS, algorithm, model_of, weights_of, whole_state
 
+DEVICE = os.environ.get("ON_DEVICE", "npu:0")  # "cuda:0": on a GPU
 LORA = AdapterOptions(4, 8.0, seed=3)
 
 
 def engines(kind: str, **options: Any) -> tuple[TorchTrainEngine, TorchTrainEngine]:
     """One on the device, one on the CPU."""
     device, cpu = (
-        TorchTrainEngine(model_of(kind), **{**OPTIONS, **options, "device": device}) for device in ("npu:0", "cpu")
+        TorchTrainEngine(model_of(kind), **{**OPTIONS, **options, "device": device}) for device in (DEVICE, "cpu")
     )
     return device, cpu
 
@@ -49,7 +51,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 def test_the_check_for_accelerators_passes(tmp_path: Path) -> None:
     """Rollout, update, replay, swap and colocated runs of three families; one has experts."""
-    assert gpu_check.main(["--device", "npu", "--smoke", "--repeat", "1"]) == 0
+    assert gpu_check.main(["--device", DEVICE, "--smoke", "--repeat", "1"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_a_batch_is_undone_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_critic_on_the_device() -> None:
     found = []
-    for device in ("npu:0", "cpu"):
+    for device in (DEVICE, "cpu"):
         engine = TorchCriticEngine(model_of("llama"), **{**OPTIONS, "device": device})
         batch = make_batch()
         batch["reward"] = torch.linspace(-1, 1, len(batch))
@@ -107,7 +109,7 @@ def test_a_checkpoint_of_the_device_continues_it(options: dict[str, Any], tmp_pa
     expected = whole_state(engine)
     engine.train_batch(make_batch(seed=1), algorithm())  # what was copied is written beside the next step
     writer.write(tmp_path)
-    other = TorchTrainEngine(model_of("llama", seed=9), **{**OPTIONS, **options, "device": "npu:0"})
+    other = TorchTrainEngine(model_of("llama", seed=9), **{**OPTIONS, **options, "device": DEVICE})
     Checkpoint(tmp_path, 1, {}, []).load_into(other)
     assert_same(whole_state(other), expected)
     other.train_batch(make_batch(seed=1), algorithm())
@@ -143,7 +145,7 @@ def test_responses_before_and_after_new_weights_are_those_of_a_cpu(options: dict
     trained, _ = engines("qwen3", **options)
     trained.train_batch(make_batch(), algorithm())
     weights = {name: value.cpu() for name, value in weights_of(trained).items()}
-    ours, theirs = (asyncio.run(responses(device, weights, **options)) for device in ("npu:0", "cpu"))
+    ours, theirs = (asyncio.run(responses(device, weights, **options)) for device in (DEVICE, "cpu"))
     assert len(ours) == len(theirs) == 24
     for key, (tokens, logprobs) in ours.items():
         assert tokens == theirs[key][0], key
@@ -165,7 +167,7 @@ def test_tokens_are_drawn_by_sums_of_float32(npu: torch.device) -> None:
 
 async def test_adapters_take_turns_on_the_device() -> None:
     trainer, _ = engines("qwen3", adapters=LORA)
-    rollout = TorchRolloutEngine(model_of("qwen3"), max_rows=8, device="npu:0", accelerated=True, adapters=LORA)
+    rollout = TorchRolloutEngine(model_of("qwen3"), max_rows=8, device=DEVICE, accelerated=True, adapters=LORA)
     try:
         swap = AdapterSwap(trainer, rollout)
         trainer.train_batch(make_batch(), algorithm())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import site
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from orchestration.processes.environment import of_user_code, without_secrets
+from orchestration.processes.environment import importable, of_user_code, without_secrets
 
 ROOT = Path(__file__).resolve().parents[3]
 SECRETS = {
@@ -40,3 +41,40 @@ def test_what_is_taken_is_shown_nowhere() -> None:
     )
     environment = {**os.environ, "ASYNCDOCK_INDEX": "redis://:a-password@host", "KEPT": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_a_new_interpreter_finds_the_packages_where_this_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(ROOT)
+    monkeypatch.setattr(
+        sys, "path", [root, *(path for path in sys.path if path != root)]
+    )  # as `python -m` in a checkout
+    assert importable({"A": "b"}) == {"A": "b", "PYTHONPATH": root}
+    found = importable({"PYTHONPATH": f"/mine{os.pathsep}"})
+    assert found == {"PYTHONPATH": f"/mine{os.pathsep}{root}"}, "what the user gave goes before"
+    assert importable(found) == found
+    monkeypatch.setattr(site, "getsitepackages", lambda: [root])
+    assert importable({}) == {}, "installed: packages of others must not go before Python's own"
+
+
+def test_the_fork_server_of_a_checkout_that_is_not_installed_starts(tmp_path: Path) -> None:
+    """The packages are found in the current folder alone: no installed copy, none on PYTHONPATH."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [one for one in sys.meta_path if 'editable' not in repr(one)]\n"
+    )
+    log = str(tmp_path / "log")
+    program = (
+        "import asyncio, os; from orchestration.processes.forkserver import ForkServer, Launch\n"
+        f"launch = Launch('builtins:print', ['it started'], dict(os.environ), {str(tmp_path)!r}, {log!r}, 'it')\n"
+        "async def main():\n"
+        "    server = ForkServer.start(['orchestration.processes.handles'])\n"
+        "    await (await server.connect().launch(launch)).wait()\n"
+        "asyncio.run(main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert Path(log).read_text() == "['it started']\n", done.stderr
