@@ -22,9 +22,10 @@ from orchestration.processes.forkserver import Launch
 from orchestration.processes.starter import FORKSERVER, Starter
 from orchestration.processes.user_process import ProcessEnded, UserProcess
 from orchestration.recipe.schema import Recipe
-from orchestration.rewards.needs import ENTRY, found_sandbox, import_path, preload_of, sandbox_of
+from orchestration.rewards.needs import ENTRY, found_sandbox, preload_of, sandbox_of
 from orchestration.rewards.process import Setup
 from orchestration.sandbox.sandbox import Sandbox
+from orchestration.sandbox.user_code import import_path
 from stages.prompts.tasks import COMPUTED, HARMLESS
 from stages.rewards.answers import computes
 from stages.rewards.calls import Arguments, Caller, CallFailed, Scores, selected, too_slow

@@ -9,10 +9,13 @@ The process is forked by a server that was started with the environment of a use
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from orchestration.processes.environment import of_user_code
 from orchestration.processes.forkserver import Launch
@@ -20,13 +23,17 @@ from orchestration.processes.starter import FORKSERVER, Starter
 from orchestration.processes.user_process import ProcessEnded, UserProcess
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import StageSection
-from orchestration.rewards.needs import import_path
+from orchestration.sandbox.sandbox import WAY_OUT, Sandbox, available
+from orchestration.sandbox.user_code import as_given, import_path, readable
 from orchestration.user_stages.process import Setup
 from stages.flow.bounded_call import TimeLimit
 from stages.flow.declarations import Drop, StageDeclaration
 from stages.flow.packed_rows import BadRows, packed_rows, unpacked_rows
 from stages.flow.stage_calls import Result, StageCaller, StageError, StageProcessEnded, schema_of
+from stages.flow.user_stage import ENTRY_POINTS
 from stages.models import MADE_FROM_SEED, model_folder
+
+log = structlog.get_logger()
 
 ENTRY = "orchestration.user_stages.process"
 START_SECONDS = 120.0  # to import the stage, and to make it
@@ -43,7 +50,9 @@ def stage_process(
     if "response_ids" in declared.needs:
         own = "tiny" if model == "mock" else model
         tokenizer = own if own in MADE_FROM_SEED else str(model_folder(own))
-    setup = Setup(section.use, section.options, declared, section.timeout, tokenizer, import_path([section.use]))
+    read, path = readable(section.read), import_path([section.use])
+    sandbox = Sandbox(read=read, network=section.network, memory=recipe.reward.memory) if section.sandbox else None
+    setup = Setup(section.use, section.options, declared, section.timeout, tokenizer, path, sandbox)
     environment = of_user_code(os.environ, recipe.reward.environment)
     title = f"asyncdock stage {worker}"
     return StageProcess(setup, environment=environment, log=log, most=recipe.pipeline.arena, title=title)
@@ -62,6 +71,9 @@ class StageProcess(StageCaller):
 
     async def open(self) -> None:
         """Start the process. Raises StageError when the stage cannot be made, StageProcessEnded."""
+        if self._setup.sandbox is not None:
+            sandbox = await asyncio.to_thread(self._found_sandbox, self._setup.sandbox)
+            self._setup = dataclasses.replace(self._setup, sandbox=sandbox)
         preload = (ENTRY, "stages.models") if self._setup.tokenizer else (ENTRY,)
         self._starter = Starter(FORKSERVER, preload=preload, environment=self._environment)
         launch = Launch(ENTRY + ":main", [], self._environment, os.getcwd(), str(self._log), self._title)
@@ -78,6 +90,15 @@ class StageProcess(StageCaller):
         if "refused" in head:
             raise StageError(f"stage {name!r}: {_text(head['refused'])}")
         process.begin()
+
+    def _found_sandbox(self, sandbox: Sandbox) -> Sandbox:
+        """``sandbox`` as this machine gives it. Raises StageError where it gives none."""
+        found, name = available(), self._declared.name
+        if not found.mechanism:
+            raise StageError(f"stage {name!r}: {found.shortfall}; {WAY_OUT}")
+        if found.shortfall:
+            log.warning("the stage runs in a weaker sandbox", stage=name, reason=found.shortfall)
+        return as_given(sandbox, found, [self._setup.use], ENTRY_POINTS)
 
     async def call(self, columns: Mapping[str, Any], rows: int) -> Result:
         assert self._process is not None, "open() was not called"

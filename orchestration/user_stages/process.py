@@ -1,6 +1,6 @@
 """The process of a user's stage. Its standard input is a socket to its worker (:mod:`orchestration.user_stages.caller`).
 
-    worker ──▶ Setup ─▶ tokenizer ─▶ import and make the stage ─▶ {}, or {refused} ──▶ worker
+    worker ──▶ Setup ─▶ tokenizer ─▶ sandbox ─▶ import and make the stage ─▶ {}, or {refused} ──▶ worker
     worker ──▶ {id, rows}, columns ─▶ process(rows) ─▶ {id}, columns, or {id, dropped | error | late} ──▶ worker
 
 Columns are one block (:mod:`stages.flow.packed_rows`). ``late``: the call takes too long, and where it is; it goes on.
@@ -17,6 +17,8 @@ from typing import Any
 
 from orchestration.logs import configure
 from orchestration.processes.line import READ_AHEAD, packed, prepare, receive, receive_from, send, take_line
+from orchestration.sandbox.kernel import SandboxRefused
+from orchestration.sandbox.sandbox import Sandbox, enter
 from orchestration.streams import open_outputs
 from pipeline.columns import Schema
 from stages.flow.bounded_call import TimeLimit
@@ -30,7 +32,7 @@ from stages.flow.user_stage import stage_class
 class Setup:
     """What a process is started with: the class ``use``, made with ``options``; what it declares, with the type of each
     column; ``timeout`` of a call in seconds; ``tokenizer``: the model whose tokenizer it needs, "" for none; ``path`` of
-    imports."""
+    imports; ``sandbox``: None for none."""
 
     use: str
     options: dict[str, Any]
@@ -38,6 +40,7 @@ class Setup:
     timeout: float
     tokenizer: str
     path: list[str]
+    sandbox: Sandbox | None = None
 
     def to_head(self) -> dict[str, Any]:
         """This as the head of a message."""
@@ -46,7 +49,8 @@ class Setup:
     @classmethod
     def of(cls, head: dict[str, Any]) -> Setup:
         """The setup that :meth:`to_head` wrote."""
-        return cls(**{**head, "declared": StageDeclaration(**head["declared"])})
+        declared, sandbox = StageDeclaration(**head["declared"]), head["sandbox"]
+        return cls(**{**head, "declared": declared, "sandbox": None if sandbox is None else Sandbox(**sandbox)})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -56,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     configure(terminal=False)
     prepare(setup.path)
     try:
-        calls = _calls_of(setup)
+        calls = _calls_of(setup, line)
+    except (SandboxRefused, OSError) as error:
+        return send(line, {"refused": f"the sandbox cannot be entered: {error}"})
     except Exception as error:
         return send(line, {"refused": str(error)})
     send(line, {})
@@ -64,12 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     calls.close()
 
 
-def _calls_of(setup: Setup) -> StageCalls:
+def _calls_of(setup: Setup, line: socket.socket) -> StageCalls:
     tokenizer = None
     if setup.tokenizer:
         from stages.models import load_tokenizer
 
         tokenizer = load_tokenizer(setup.tokenizer)
+    if setup.sandbox is not None:
+        enter(setup.sandbox, keep=[line.fileno()])
     stage = stage_class(setup.use)(**setup.options)
     return StageCalls(stage, setup.declared, tokenizer, setup.timeout)
 

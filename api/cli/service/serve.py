@@ -54,13 +54,14 @@ def serve_command(
         Names, _repeatable("ADDRESS", "--allow-cluster", help="`launch.address` of Ray's.")
     ] = None,
     allow_networks: Annotated[
-        Names, _repeatable("FUNCTION", "--allow-network", help="Reward function that may have `network = true`.")
+        Names,
+        _repeatable("FUNCTION", "--allow-network", help="Reward function or stage that may have `network = true`."),
     ] = None,
     allow_environment: Annotated[
         Names, _repeatable("NAME", help="Variable that `reward.environment` may name.")
     ] = None,
     unsandboxed_code: Annotated[
-        bool, typer.Option("--unsandboxed-code", help="Functions of --allow-reward run without a sandbox.")
+        bool, typer.Option("--unsandboxed-code", help="Functions of --allow-reward and stages run without a sandbox.")
     ] = False,
     no_token: Annotated[
         bool, typer.Option("--no-token", help="Every user of this machine is the owner. On loopback alone.")

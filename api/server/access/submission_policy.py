@@ -83,6 +83,7 @@ def accept(
             submission.problems.append(problem)
     submission.refuse_code()
     submission.confine_rewards()
+    submission.confine_stages()
     submission.refuse_addresses()
     submission.resolve_paths()
     if resumed:
@@ -182,23 +183,31 @@ class _Submission:
                 fix = f"take it out, or {ASK.format(f'--allow-environment {name}')}"
                 self.refuse(f"reward.environment.{index}", name, wrong, fix, "")
         for index, function in enumerate(functions):
-            if isinstance(function, dict) and isinstance(function.get("name"), str):
-                self._confine(f"reward.functions.{index}", function, function["name"])
+            if isinstance(function, dict) and isinstance(name := function.get("name"), str) and name not in HARMLESS:
+                self._confine(f"reward.functions.{index}", function, name, ("reward.processes", 0, 1))
 
-    def _confine(self, key: str, function: dict[str, Any], name: str) -> None:
-        if name in HARMLESS:
-            return
+    def confine_stages(self) -> None:
+        """Have stages run in a sandbox, as reward functions do."""
+        stages = self.data.get("stages")
+        for index, stage in enumerate(stages if isinstance(stages, list) else []):
+            if isinstance(stage, dict) and isinstance(name := stage.get("use"), str):
+                self._confine(f"stages.{index}", stage, name, ("launch.launcher", "inline", "process"))
+
+    def _confine(self, key: str, code: dict[str, Any], name: str, in_worker: tuple[str, Any, Any]) -> None:
+        """Have ``code``, the table of the function or stage ``name``, run in a sandbox. ``in_worker``: the key whose value
+        would have it run in a worker, that value, and a harmless one."""
         if not self.settings.unsandboxed_code:
             ask = ASK.format("--unsandboxed-code")
-            if function.get("sandbox") is False:
-                wrong = "would run without a sandbox, which functions of requests may not"
+            if code.get("sandbox") is False:
+                wrong = "would run without a sandbox, which code of requests may not"
                 self.refuse(f"{key}.sandbox", False, wrong, f"leave it out, or {ask}", True)
-            if self.value("reward.processes") == 0:
+            chooses, value, harmless = in_worker
+            if self.value(chooses) == value:
                 wrong = f"would run {name!r} in a worker, which has no sandbox"
-                self.refuse("reward.processes", 0, wrong, f"leave it out, or {ask}", 1)
-            if function.get("sandbox") is None:
-                function["sandbox"] = True
-        if function.get("network") is True and name not in self.settings.allow_networks:
+                self.refuse(chooses, value, wrong, f"leave it out, or {ask}", harmless)
+            if code.get("sandbox") is None:
+                code["sandbox"] = True
+        if code.get("network") is True and name not in self.settings.allow_networks:
             fix = f"leave it out, or {ASK.format(f'--allow-network {name}')}"
             self.refuse(f"{key}.network", True, "may not use the network here", fix, False)
 
@@ -273,9 +282,9 @@ class _Submission:
         keys = [*models, "prompts.chat_template", *(f"pipeline.{name}" for name in TLS_FILES)]
         paths = dict(zip(self._of_sources("path"), self._of_sources("source"), strict=True))
         keys += [path for path, kind in paths.items() if self.value(kind) in ("jsonl", "parquet", "datasets")]
-        for function in self._each("reward.functions", "read"):
-            read = self.value(function)
-            keys += [f"{function}.{index}" for index in range(len(read) if isinstance(read, list) else 0)]
+        for sandboxed in (*self._each("reward.functions", "read"), *self._each("stages", "read")):
+            read = self.value(sandboxed)
+            keys += [f"{sandboxed}.{index}" for index in range(len(read) if isinstance(read, list) else 0)]
         # Values that are no paths.
         plain = {**dict.fromkeys(models, KNOWN_MODELS), **dict.fromkeys(paths, settings.allow_datasets)}
         for key in keys:
@@ -313,8 +322,9 @@ def _beyond_limits(settings: Settings, recipe: Recipe) -> Iterator[Problem]:
     """Problems of a valid recipe that needs more than the operator gives to one run."""
     workers = recipe.rollout.workers + recipe.reward.workers + recipe.train.ranks
     workers += recipe.critic.ranks if recipe.trains_critic else 0
+    workers += sum(stage.workers for stage in recipe.stages)
     if workers > settings.max_workers:
-        wrong = f"makes {workers} workers with reward.workers, and dp and tp of train and critic"
+        wrong = f"makes {workers} workers with those of reward and stages, and dp and tp of train and critic"
         yield Problem("rollout.workers", recipe.rollout.workers, wrong, f"at most {settings.max_workers} fit here")
     if recipe.pipeline.arena > settings.max_arena:
         fix = f"use at most {format_size(settings.max_arena)}"

@@ -122,9 +122,18 @@ def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("reward.functions", None, "all have weight 0", "give at least one another weight")
 
 
-@check("reward.functions", "reward.processes")
+@check("reward.functions", "reward.processes", "stages", "launch.launcher")
 def sandboxes_are_of_use(recipe: Recipe) -> Iterator[Problem]:
     """What a model wrote is scored by installed code in a sandbox alone; what a sandbox lets through needs one."""
+    for index, stage in enumerate(recipe.stages):
+        if stage.sandbox and recipe.launch.launcher == "inline":
+            wrong = f"leaves no process that could be in a sandbox, as that of {stage.use!r} is to be"
+            yield problem(recipe, "launch.launcher", wrong, "use 'process'")
+        for name in ("network", "read"):
+            if getattr(stage, name) and not stage.sandbox:
+                wrong = f"has no effect on {stage.use!r}, which is called without a sandbox"
+                fix = f"leave it out, or set stages.{index}.sandbox = true"
+                yield Problem(f"stages.{index}.{name}", getattr(stage, name), wrong, fix)
     for index, function in enumerate(recipe.reward.functions):
         key = f"reward.functions.{index}"
         if function.name in REWARDS and function.name not in HARMLESS and function.sandbox is False:
@@ -142,22 +151,31 @@ def sandboxes_are_of_use(recipe: Recipe) -> Iterator[Problem]:
                 )
 
 
-@machine_check("reward.functions", "prompts")
+def _sandboxed(recipe: Recipe) -> Iterator[tuple[str, str, list[str]]]:
+    """Key, name and paths to be read of each stage and function that is to be in a sandbox."""
+    for index, stage in enumerate(recipe.stages):
+        if stage.sandbox:
+            yield f"stages.{index}", stage.use, stage.read
+    for index, function in enumerate(recipe.reward.functions):
+        if function.is_sandboxed and recipe.runs_stage("reward"):
+            yield f"reward.functions.{index}", function.name, function.read
+
+
+@machine_check("reward.functions", "prompts", "stages")
 def sandboxes_can_be_had(recipe: Recipe, environment: Environment) -> Iterator[Problem]:
-    functions = recipe.reward.functions
-    sandboxed = [index for index, function in enumerate(functions) if function.is_sandboxed]
-    if not environment.devices or not sandboxed or not recipe.runs_stage("reward"):
+    sandboxed = [*_sandboxed(recipe)]
+    if not environment.devices or not sandboxed:
         return
-    for index in sandboxed:
-        for place, path in enumerate(functions[index].read):
+    for key, _, read in sandboxed:
+        for place, path in enumerate(read):
             if not Path(path).expanduser().exists():
-                yield Problem(f"reward.functions.{index}.read.{place}", path, "is not there", "correct the path")
+                yield Problem(f"{key}.read.{place}", path, "is not there", "correct the path")
     found = available()
     if found.mechanism:
         return
-    for index in sandboxed:
-        if ":" in (name := functions[index].name):
-            yield Problem(f"reward.functions.{index}.sandbox", True, f"{name} gets {found.shortfall}", WAY_OUT)
+    for key, name, _ in sandboxed:
+        if key.startswith("stages.") or ":" in name:
+            yield Problem(f"{key}.sandbox", True, f"{name} gets {found.shortfall}", WAY_OUT)
     for key, part in recipe.prompts.parts().items():
         if part.source == "reasoning_gym" and part.task in {*EVALUATES, *EXECUTES}:
             yield Problem(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 
 from orchestration.recipe.bounds import LARGEST
+from orchestration.recipe.sections.rewards import NETWORK, READ
 from orchestration.recipe.sections.rewards import RewardSection as RewardSection
 from orchestration.recipe.values import (
     AUTO_STALENESS,
@@ -575,6 +576,13 @@ class StageSection(Section):
         "Longest time of one call of its `process`: of the rows that became ready together, at most 64, or of one group. "
         "After it the worker is started again; the run fails when a call with one of these rows takes as long again.",
     )
+    sandbox: bool = key(
+        False,
+        "Call it in a sandbox ([rewards.md](rewards.md#the-sandbox)), as it reads what a model wrote: no network, files "
+        "read-only and only those needed, a scratch folder. In a service it always is.",
+    )
+    network: bool = NETWORK
+    read: list[str] = READ
 
     @property
     def options(self) -> dict[str, Any]:

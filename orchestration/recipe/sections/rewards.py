@@ -10,6 +10,14 @@ from orchestration.recipe.values import Count, CountOrZero, Seconds, Section, Si
 from stages.json_schema import key
 from stages.prompts.tasks import HARMLESS
 
+NETWORK = key(False, "In a sandbox: it uses the network, as for a judge behind a URL.")
+READ = key(
+    [],
+    "In a sandbox: files and folders that it reads, beside Python's and the modules on the import path.",
+    max_length=64,
+    examples=[["words.txt"]],
+)
+
 
 class RewardFunction(Section):
     """One reward function and its weight."""
@@ -32,13 +40,8 @@ class RewardFunction(Section):
         "a scratch folder. Default: true for installed functions, which are scored with what a model wrote; false for a "
         "`module:function` of your own, but true in a service.",
     )
-    network: bool = key(False, "In a sandbox: it uses the network, as for a judge behind a URL.")
-    read: list[str] = key(
-        [],
-        "In a sandbox: files and folders that it reads, beside Python's and the modules on the import path.",
-        max_length=64,
-        examples=[["words.txt"]],
-    )
+    network: bool = NETWORK
+    read: list[str] = READ
 
     @property
     def is_sandboxed(self) -> bool:
@@ -83,11 +86,15 @@ class RewardSection(Section):
         "async ones run in one more, at the same time (`concurrency`). "
         "0: in the worker, for debugging: one that hangs or crashes harms the run.",
     )
-    memory: SizeOrZero = key(4 * 2**30, "Memory of one such process; one that needs more is replaced. 0: no limit.")
+    memory: SizeOrZero = key(
+        4 * 2**30,
+        "Memory of one such process; one that needs more is replaced. 0: no limit. The process of a stage in a sandbox has "
+        "the same limit.",
+    )
     environment: list[str] | None = key(
         None,
-        "Variables of the environment that functions see, beside harmless ones such as `PATH`. Default: all of yours; in a "
-        "service none. Passwords and tokens of AsyncDock are never among them.",
+        "Variables of the environment that functions and stages see, beside harmless ones such as `PATH`. Default: all of "
+        "yours; in a service none. Passwords and tokens of AsyncDock are never among them.",
         max_length=64,
         examples=[["MY_JUDGE_KEY"]],
     )

@@ -243,5 +243,55 @@ class Stays(Marks):
         return super().process(rows)
 
 
+def bare_mark(completions: list[str], mark: list[float], **_: Any) -> list[float]:
+    return mark
+
+
 def marked(completions: list[str], mark: list[float], **_: Any) -> list[float]:
     return [value + len(text) for value, text in zip(mark, completions, strict=True)]
+
+
+class Reaches(Marks):
+    """Its mark says what it reached: 1 the file ``secret``, 2 the port, 4 a file beside it, 8 its worker; 16 if it has no
+    scratch folder."""
+
+    secret: str
+    port: int
+
+    def process(self, rows: Any) -> Any:
+        reached = 0
+        for bit, reach in enumerate((self._read, self._connect, self._write, self._signal)):
+            with contextlib.suppress(OSError):
+                reach()
+                reached |= 1 << bit
+        try:
+            Path("scratch").write_text("its own")
+        except OSError:
+            reached |= 16
+        return {"mark": torch.full((len(rows["response_ids"]),), float(reached))}
+
+    def _read(self) -> None:
+        Path(self.secret).read_text()
+
+    def _connect(self) -> None:
+        socket.create_connection(("127.0.0.1", self.port), timeout=5).close()
+
+    def _write(self) -> None:
+        Path(self.secret + ".mine").write_text("")
+
+    def _signal(self) -> None:
+        for process in Path("/proc").iterdir():
+            if process.name.isdecimal() and b"pytest" in (process / "cmdline").read_bytes():
+                os.kill(int(process.name), 0)
+                return
+        raise ProcessLookupError
+
+
+class Reads(Marks):
+    """Fails where it has no texts; its mark is whether it could read ``file``."""
+
+    file: str
+
+    def process(self, rows: Any) -> Any:
+        assert all(isinstance(text, str) for text in rows.completions)
+        return {"mark": torch.full((len(rows["response_ids"]),), float(os.path.exists(self.file)))}

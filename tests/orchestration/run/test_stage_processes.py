@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 
 from orchestration.processes.environment import of_user_code
 from orchestration.processes.handles import Process
-from orchestration.rewards.needs import import_path
 from orchestration.run.run import Run
+from orchestration.sandbox.sandbox import NAMESPACES, Available, Sandbox, refusal
+from orchestration.sandbox.user_code import import_path
+from orchestration.user_stages import caller
 from orchestration.user_stages.caller import StageProcess
 from orchestration.user_stages.process import Setup
 from stages.flow.declarations import StageDeclaration
@@ -32,7 +35,8 @@ MARKED: dict[str, Any] = {"reward__functions": [{"name": f"{HERE}:marked"}]}
 
 def with_stage(name: str, options: dict[str, Any], **changes: Any) -> Any:
     stages = [{"use": f"{HERE}:{name}", **options}]
-    return recipe({**MOCK, "stages": stages}, launch__launcher="process", **MARKED, **{"train__steps": 2, **changes})
+    changes = {"launch__launcher": "process", **MARKED, "train__steps": 2, **changes}
+    return recipe({**MOCK, "stages": stages}, **changes)
 
 
 @pytest.fixture
@@ -116,6 +120,55 @@ async def test_what_is_no_answer_is_refused(kind: str, tmp_path: Path) -> None:
     finally:
         await process.close()
     assert not unpickled.exists()
+
+
+async def marks(use: str, options: dict[str, Any], sandbox: Sandbox | None, log: Path) -> list[float]:
+    """What a stage of ``use`` makes of two rows."""
+    declared = StageDeclaration("it", "rows", {"response_ids": "int64 ragged"}, {"mark": "float32"})
+    setup = Setup(f"{HERE}:{use}", options, declared, 60.0, "tiny", import_path([f"{HERE}:{use}"]), sandbox)
+    environment = of_user_code(os.environ, None)
+    process = StageProcess(setup, environment=environment, log=log, most=1 << 20, title="a stage")
+    try:
+        await process.open()
+        made = await process.call({"response_ids": [torch.tensor([1, 2]), torch.tensor([3])]}, 2)
+    finally:
+        await process.close()
+    return [*made["mark"].tolist()]
+
+
+@pytest.mark.skipif(bool(refusal(NAMESPACES)), reason="this machine gives no namespaces")
+async def test_a_stage_in_a_sandbox_reaches_its_scratch_folder_alone(tmp_path: Path) -> None:
+    (secret := tmp_path / "secret").write_text("of the user")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        options = {"secret": str(secret), "port": listening.getsockname()[1]}
+        found = {
+            "none": await marks("Reaches", options, None, tmp_path / "log"),
+            "sandbox": await marks("Reaches", options, Sandbox(memory=4 << 30), tmp_path / "log"),
+            "may read": await marks("Reaches", options, Sandbox(read=(str(secret),)), tmp_path / "log"),
+            "network": await marks("Reaches", options, Sandbox(network=True), tmp_path / "log"),
+        }
+    assert found == {"none": [15, 15], "sandbox": [0, 0], "may read": [1, 1], "network": [2, 2]}
+
+
+@pytest.mark.skipif(bool(refusal(NAMESPACES)), reason="this machine gives no namespaces")
+async def test_a_run_with_a_stage_in_a_sandbox(tmp_path: Path) -> None:
+    """The stage gets texts, so that a tokenizer was there before the sandbox."""
+    (words := tmp_path / "words").write_text("")
+    (tmp_path / "other").write_text("")
+    for file, expected in (words, 1.0), (tmp_path / "other", 0.0):
+        options = {"file": str(file), "sandbox": True, "read": [str(words)]}
+        of = with_stage("Reads", options, reward__functions=[{"name": f"{HERE}:bare_mark"}])
+        watched, result = await complete(Run.create(of, tmp_path / f"run-{file.name}"))
+        assert result.state == "finished", result.reason
+        assert {event["reward"] for event in watched.of("step")} == {expected}
+
+
+async def test_a_machine_without_a_sandbox_ends_the_run_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caller, "available", lambda: Available("of policy", "of age"))
+    with pytest.raises(StageError, match=r"stage 'it': no sandbox: namespaces are refused \(of policy\)"):
+        await marks("Reads", {"file": ""}, Sandbox(), tmp_path / "log")
 
 
 @pytest.mark.parametrize(("kind", "how"), [("exit", "code 3"), ("segfault", "SIGSEGV"), ("forks", "code 3")])
