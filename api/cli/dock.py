@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -45,7 +44,7 @@ def status(run_dir: RunDir = None, index: UrlOption = "", run: RunOption = "", a
         return {"run": dock.index.run, "stats": stats, "ledger": dataclasses.asdict(await dock.index.ledger_event())}
 
     found = _with_dock(run_dir, index, run, read)
-    print_json(found) if as_json else safe_console().print(status_view(found, time.time()))
+    print_json(found) if as_json else safe_console().print(status_view(found))
 
 
 @dock_app.command()
@@ -63,8 +62,8 @@ def inspect(
     print_json(rows) if as_json else safe_console().print(group_view(group, rows))
 
 
-def status_view(found: Mapping[str, Any], now: float) -> RenderableType:
-    """Return what ``status`` prints at Unix time ``now``."""
+def status_view(found: Mapping[str, Any]) -> RenderableType:
+    """Return what ``status`` prints."""
     from orchestration.recipe.values import format_size
 
     stats, ledger = found["stats"], found["ledger"]
@@ -76,6 +75,7 @@ def status_view(found: Mapping[str, Any], now: float) -> RenderableType:
     for name, stage in stats["stages"].items():
         unit = "rows" if stage["takes"] == "rows" else "groups"
         stages.add_row(name, stage["takes"], f"{stage['ready']} {unit}", f"{stage['leased']} rows")
+    now = stats["now"]  # leases have a time of their own
     leases = table("lease", "stage", "worker", "rows", "age", "expires in")
     for lease in stats["leases"] or ():
         age, left = f"{now - lease['since']:.1f} s", f"{lease['due'] - now:.1f} s"

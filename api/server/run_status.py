@@ -6,6 +6,7 @@ events of a run ──(only new ones)──▶ RunStatus: RunTotals      one for
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 
@@ -40,7 +41,8 @@ class RunStatuses:
 
     def __init__(self) -> None:
         self._runs: OrderedDict[str, RunStatus] = OrderedDict()
-        self._steps: OrderedDict[str, tuple[float, StepEvent | None]] = OrderedDict()
+        # by run: when it was read, on the monotonic clock; when the run had ended then; the step
+        self._steps: OrderedDict[str, tuple[float, float | None, StepEvent | None]] = OrderedDict()
 
     async def of(self, index: Index) -> RunStatus:
         """The status of the run now. The first call for a run reads all of its events."""
@@ -60,16 +62,16 @@ class RunStatuses:
 
     async def step(self, index: Index, record: RunRecord) -> StepEvent | None:
         """The newest step of the run."""
-        read, step = self._steps.pop(record.id, (0.0, None))
-        # Of an ended run all steps are shown.
-        fresh = record.state not in ENDED and time.time() - read <= FRESH_SECONDS
-        if record.ended is not None:
-            fresh = read > record.ended + 1  # the clocks of two machines may differ
+        read, ended, step = self._steps.pop(record.id, (-math.inf, None, None))
+        if record.ended is None:
+            fresh = record.state not in ENDED and time.monotonic() - read <= FRESH_SECONDS
+        else:
+            fresh = ended == record.ended  # read after its end: it has no further step
         if record.state != "created" and not fresh:
             event = await index.newest("step")
-            read, step = time.time(), StepEvent.of(event.data) if event else step
+            read, step = time.monotonic(), StepEvent.of(event.data) if event else step
         if record.state in ENDED or step is not None:
-            self._steps[record.id] = read, step
+            self._steps[record.id] = read, record.ended, step
         while len(self._steps) > MOST_STEPS:
             self._steps.popitem(last=False)
         return step

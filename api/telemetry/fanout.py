@@ -173,12 +173,14 @@ class Fanout:
     async def _replay(self, listener: Listener, after: str, ending: Ending) -> None:
         """Send the history of a run that has ended, and its end."""
         last, before = None, ""
+        patience = min(LAST_EVENT_SECONDS, ending.at + LAST_EVENT_SECONDS - time.time())  # the clock may have been set
+        until = time.monotonic() + patience
         while after != before:
             before = after
             await listener.ready()
             async with self._turn:
                 after, last = _caught_up(listener, await self.history.page(after, EVENTS_OF_A_PAGE), after, last)
-        while last is None and time.time() - ending.at < LAST_EVENT_SECONDS:  # the event comes just after the fact
+        while last is None and time.monotonic() < until:  # the event comes just after the fact
             after, last = _caught_up(listener, await self.history.wait(after, 0.5), after, None)
             await listener.ready()
         listener.end(ending)

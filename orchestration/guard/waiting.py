@@ -121,16 +121,19 @@ class _Chain:
         self._launch, self._external, self._found, self._alive = recipe.launch, recipe.external.stages, found, alive
 
     def age(self, position: str) -> float | None:
-        """Returns the seconds since ``position`` of a topic; None where it was never woken."""
+        """Returns the seconds since ``position`` of a topic, by the server's clock; None where it was never woken."""
         at = int(position.partition("-")[0])
-        return (self._found.now - at) / 1000 if at else None
+        return (self._found.wall - at) / 1000 if at else None
 
     def holders(self, stage: str) -> list[Wait]:
         """Who holds the missing rows of ``stage``; where nobody does, who could claim them."""
         if not (held := sorted(self._found.holders, key=lambda holder: self._quiet(holder[0]), reverse=True)):
             return self.stages(stage)
         name, since = held[0]
-        return [Wait(f"stage {stage}", f"{shown(name)}, which holds them", self.age(f"{since}-0")), self.worker(name)]
+        return [
+            Wait(f"stage {stage}", f"{shown(name)}, which holds them", (self._found.now - since) / 1000),
+            self.worker(name),
+        ]
 
     def stages(self, stage: str) -> list[Wait]:
         """The workers that have ``stage``, those without a sign of life first."""

@@ -13,6 +13,7 @@ them. Agents keep no state beside the index. They remove folders of deleted runs
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import shutil
@@ -46,6 +47,7 @@ SILENT_SECONDS = 30.0  # past the end of its lease, a live runner is considered 
 ABANDONED_SECONDS = 60.0  # past the end of its lease, a run of another agent may be taken over
 GRACE_SECONDS = 10.0  # past launch.stop_timeout, a runner that has not stopped is killed
 LONGEST_PAUSE = 30.0  # seconds before a runner is started after one that died while starting
+TICK_SECONDS = 1.0  # well below the longest gap between calls that counts as time for leases
 LOOK_SECONDS = 5.0  # between checks of leases when the list does not change
 
 
@@ -80,7 +82,7 @@ class Agent:
                 self._starter = Starter(server=self._forks)
                 try:
                     keep_index = [self.index.keep()] if self.index is not None else []
-                    await first_of(self._work(), stop.wait(), *keep_index)
+                    await first_of(self._work(), self._tick(), stop.wait(), *keep_index)
                 finally:
                     await cancel_all(*self._supervised.values())
                     await self._registry.close()
@@ -89,6 +91,13 @@ class Agent:
             raise AgentError(
                 f"data: another agent works in {self.data} (process {held.process}); give this one a folder of its own"
             ) from None
+
+    async def _tick(self) -> None:
+        """Have the time of leases pass while this agent is there to judge by it."""
+        while True:
+            with contextlib.suppress(IndexUnreachable):
+                await self._registry.tick()
+            await asyncio.sleep(TICK_SECONDS)
 
     async def _work(self) -> None:
         marker = ""
@@ -176,17 +185,18 @@ class Agent:
             if found.record.state in (*ENDED, "stopping"):
                 await conclude(self._registry, run, token, "stopped", f"stopped by request; {reason}")
                 return
-            if found.record.attempts > launch.max_restarts:
-                used_up = f"its runner died and launch.max_restarts = {launch.max_restarts} is used up: {reason}"
-                await conclude(self._registry, run, token, "failed", used_up)
-                return
-            log.warning("another runner takes the run over", run=run, reason=reason)
             if found.record.state == "starting":  # it died while starting: the cause may pass
                 await asyncio.sleep(min(2.0 ** (found.record.attempts - 2), LONGEST_PAUSE))
-            await self._report_takeover(run, reason)
             previous, token = token, uuid.uuid4().hex
-            if not await self._registry.retake(run, previous, token, self.name, START_SECONDS):
+            budget = {"most": launch.max_restarts, "window": launch.restart_window}
+            taken = await self._registry.retake(run, previous, token, self.name, START_SECONDS, **budget)
+            if taken == "used up":
+                used_up = f"its runner died and launch.max_restarts = {launch.max_restarts} is used up: {reason}"
+                await conclude(self._registry, run, previous, "failed", used_up)
+            if taken != "taken":
                 return
+            log.warning("another runner takes the run over", run=run, reason=reason)
+            await self._report_takeover(run, reason)
             process = await self._launch(found, token)
 
     async def _report_takeover(self, run: str, reason: str) -> None:

@@ -13,12 +13,14 @@
 --   waiting       those that wait, scored the same
 --   active        those that an agent has taken, scored by when their lease ends, in ms
 --   run:ID        name, owner, recipe (JSON), key, phase, state and reason (once ended), created, started, ended (ms),
---                 agent, attempts, folder, token (of the lease), process (that holds it)
+--                 agent, attempts, deaths (of its latest runners, ms), folder, token (of the lease), process (that holds it)
 --   key:OWNER:KEY run and fingerprint of a submission, for a day
 --   ended         how many have ended, by state
 --   doomed        deleted runs whose folder is there still: run → folder
+--   clock         how much less time has passed for leases than for the server's clock
 --   wake:runs     a stream of one entry, read with BLOCK: something in the list has changed
 
+local GAP, KEPT = 2500, 1000  -- ms between two calls that count as time, and between two records of the time
 local KEY_SECONDS = 86400
 local SCAN = 1000  -- runs looked at in one call
 
@@ -26,14 +28,29 @@ local function call(...) return redis.call(...) end
 local function wake(all) call('XADD', all .. 'wake:runs', 'MAXLEN', 1, '*', 'x', 1) end
 local function field(all, id, name) return call('HGET', all .. 'run:' .. id, name) end
 
--- As in pipeline/index/lua/base.lua: it does not go back with the server's clock.
-local last, behind = 0, 0
-local function now()
+-- The server's clock in ms, for people to read.
+local function wall()
   local t = call('TIME')
-  t = t[1] * 1000 + math.floor(t[2] / 1000)
-  if t < last then behind = behind + last - t end
-  last = t
-  return t + behind
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+-- The time by which leases end, in ms, as in pipeline/index/lua/base.lua: without jumps of the server's clock, and without time
+-- in which nobody called. Each agent calls once a second.
+local clock
+local function now(all)
+  local t = wall()
+  if not clock then
+    local kept = call('GET', all .. 'clock')
+    clock = kept and cmsgpack.unpack(kept) or { t, 0, 0 }
+  end
+  local gap = t - clock[1]
+  local skipped = gap - math.max(0, math.min(gap, GAP))
+  clock[1], clock[2] = t, clock[2] + skipped
+  if skipped ~= 0 or t - clock[3] >= KEPT then
+    clock[3] = t
+    call('SET', all .. 'clock', cmsgpack.pack(clock))
+  end
+  return t - clock[2]
 end
 
 -- All that is kept of a run; `position` in the queue while it waits, `left` of its lease in ms while it is active.
@@ -44,7 +61,7 @@ local function describe(all, id)
   for i = 1, #found, 2 do out[found[i]] = found[i + 1] end
   local rank, due = call('ZRANK', all .. 'waiting', id), call('ZSCORE', all .. 'active', id)
   if rank then out.position = rank + 1 end
-  if due then out.left = due - now() end
+  if due then out.left = due - now(all) end
   return out
 end
 
@@ -56,7 +73,7 @@ end
 local function finish(all, id, state, reason)
   call('ZREM', all .. 'waiting', id)
   call('ZREM', all .. 'active', id)
-  call('HSET', all .. 'run:' .. id, 'phase', 'ended', 'state', state, 'reason', reason, 'ended', now())
+  call('HSET', all .. 'run:' .. id, 'phase', 'ended', 'state', state, 'reason', reason, 'ended', wall())
   call('HINCRBY', all .. 'ended', state, 1)
   wake(all)
 end
@@ -81,7 +98,7 @@ define('submit', function(all, a)
   end
   local number = call('INCR', all .. 'number')
   call('HSET', all .. 'run:' .. a.run, 'name', a.name, 'owner', a.owner, 'recipe', a.recipe, 'key', key or '', 'phase', 'waiting',
-    'created', now(), 'attempts', 0, 'agent', '', 'folder', '', 'process', '')
+    'created', wall(), 'attempts', 0, 'agent', '', 'folder', '', 'process', '')
   call('ZADD', all .. 'order', number, a.run)
   call('ZADD', all .. 'waiting', number, a.run)
   if key then
@@ -140,28 +157,35 @@ define('take', function(all, a, again)
   end
   if not id then return false end
   call('ZREM', all .. 'waiting', id)
-  call('ZADD', all .. 'active', now() + a.lease, id)
+  call('ZADD', all .. 'active', now(all) + a.lease, id)
   call('HSET', all .. 'run:' .. id, 'phase', 'active', 'agent', a.agent, 'token', a.token, 'folder', a.folders .. '/' .. id,
-    'attempts', 1, 'started', now())
+    'attempts', 1, 'started', wall())
   wake(all)
   return describe(all, id)
 end)
 
--- {run, old, token, agent, lease} → whether the run is now this agent's under `token`, which follows on `old`.
+-- {run, old, token, agent, lease, most, window} → 'taken' when the run is now this agent's under `token`, which follows on `old`;
+-- 'lost' when another one has it; 'used up' when `most` runners have died within `window` ms.
 define('retake', function(all, a)
-  if holds(all, a.run, a.token) then return true end
-  if not holds(all, a.run, a.old) then return false end
+  if holds(all, a.run, a.token) then return 'taken' end
+  if not holds(all, a.run, a.old) then return 'lost' end
+  local deaths, t = { now(all) }, now(all)
+  for _, death in ipairs(cmsgpack.unpack(field(all, a.run, 'deaths') or cmsgpack.pack({}))) do
+    if t - death < a.window then deaths[#deaths + 1] = death end
+  end
+  if #deaths > a.most then return 'used up' end
   call('HINCRBY', all .. 'run:' .. a.run, 'attempts', 1)
+  call('HSET', all .. 'run:' .. a.run, 'deaths', cmsgpack.pack(deaths))
   call('HSET', all .. 'run:' .. a.run, 'token', a.token, 'agent', a.agent, 'process', '')
-  call('ZADD', all .. 'active', now() + a.lease, a.run)
+  call('ZADD', all .. 'active', now(all) + a.lease, a.run)
   wake(all)
-  return true
+  return 'taken'
 end)
 
 -- {run, token, lease, process} → whether `token` still holds the run; if so, for another lease.
 define('renew', function(all, a)
   if not holds(all, a.run, a.token) then return false end
-  call('ZADD', all .. 'active', now() + a.lease, a.run)
+  call('ZADD', all .. 'active', now(all) + a.lease, a.run)
   call('HSET', all .. 'run:' .. a.run, 'process', a.process)
   return true
 end)
@@ -180,7 +204,7 @@ define('reopen', function(all, a, again)
   if phase ~= 'ended' then return again and phase ~= false and field(all, a.run, 'recipe') == a.recipe end
   if tonumber(ended) ~= a.ended then return false end
   call('HINCRBY', all .. 'ended', field(all, a.run, 'state'), -1)
-  call('HDEL', all .. 'run:' .. a.run, 'state', 'reason', 'ended', 'started', 'token')
+  call('HDEL', all .. 'run:' .. a.run, 'state', 'reason', 'ended', 'started', 'token', 'deaths')
   call('HSET', all .. 'run:' .. a.run, 'phase', 'waiting', 'recipe', a.recipe, 'attempts', 0, 'agent', '', 'process', '')
   call('ZADD', all .. 'waiting', call('INCR', all .. 'number'), a.run)
   wake(all)
@@ -231,6 +255,9 @@ end)
 
 -- {run}: its folder is gone.
 define('remove', function(all, a) return call('HDEL', all .. 'doomed', a.run) end)
+
+-- Time passes.
+define('tick', function(all) return now(all) end)
 
 -- → whatever waits on the list looks again
 define('touch', function(all, a)

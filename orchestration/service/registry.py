@@ -235,6 +235,10 @@ class Registry:
         Returns the new marker."""
         return await self._index.woken(_TOPIC, after, timeout)
 
+    async def tick(self) -> None:
+        """Have time pass for leases: a longer gap than 2.5 s between two calls does not count."""
+        await self._call("tick")
+
     async def touch(self) -> None:
         """Wake the callers of :meth:`wait`: a run's state has changed."""
         await self._call("touch")
@@ -255,9 +259,16 @@ class Registry:
         found = await self._call("take", **asked, lease=int(lease * 1000))
         return await self._active(found) if found else None
 
-    async def retake(self, run: str, old: str, token: str, agent: str, lease: float) -> bool:
-        """Replace the lease ``old`` by ``token``. Returns False when ``old`` no longer holds the run."""
-        return await self._call("retake", run=run, old=old, token=token, agent=agent, lease=int(lease * 1000))
+    async def retake(
+        self, run: str, old: str, token: str, agent: str, lease: float, *, most: int, window: float
+    ) -> Literal["taken", "lost", "used up"]:
+        """Replace the lease ``old`` by ``token``, as its runner died. "lost": ``old`` no longer holds the run. "used up": more
+        than ``most`` runners have died within ``window`` seconds, this one among them."""
+        asked = {"run": run, "old": old, "token": token, "agent": agent, "most": most}
+        found: Literal["taken", "lost", "used up"] = await self._call(
+            "retake", **asked, lease=int(lease * 1000), window=int(window * 1000)
+        )
+        return found
 
     async def renew(self, run: str, token: str, process: str, lease: float = LEASE_SECONDS) -> bool:
         """Hold the run for another ``lease`` seconds. Returns False when another lease holds it."""

@@ -179,7 +179,7 @@ class SignOfLife:
 
 @dataclass(frozen=True)
 class Missing:
-    """What training waits for at ``now`` (ms of the index's clock).
+    """What training waits for at ``now``, in ms of the time by which leases end; ``wall``: of the server's clock.
 
     ``group``: the oldest open group that ``trainer``, the stage that takes batches, cannot claim (None: it could claim all).
     ``stage``: the first one that has ``rows`` of the group to process ("": the group waits for admission), of which
@@ -187,6 +187,7 @@ class Missing:
     stage has processed or parked since the run began."""
 
     now: int
+    wall: int
     settled: int
     trainer: str
     group: int | None

@@ -206,8 +206,12 @@ class Depot:
         """Wait until no other engine of the node receives. Gives False when the one that does has received nothing for so
         long that it must be stuck: flock has no deadline, so the lock is tried again and again."""
         with (self._folder / "lock").open("ab") as lock:
+            touched, since = 0, time.monotonic()
             while not (locked := _is_locked(lock.fileno())):
-                if time.time() - os.fstat(lock.fileno()).st_mtime > self._timeout:
+                before, touched = touched, os.fstat(lock.fileno()).st_mtime_ns
+                if touched != before:
+                    since = time.monotonic()
+                elif time.monotonic() - since > self._timeout:
                     break
                 time.sleep(_LOCK_SECONDS)
             os.utime(lock.fileno())

@@ -109,7 +109,7 @@ end
 
 -- {stage, tokens, lease, owner?} → the tokens that still hold.
 define('renew', function(run, a)
-  local t, kept = now(), {}
+  local t, kept = now(run, a.lease), {}
   for _, token in ipairs(a.tokens) do
     local lease = lease_of_owner(run, token, a.owner)
     if lease and lease[1] == a.stage then
@@ -334,11 +334,11 @@ local function not_done(run, stage, groups)
 end
 
 -- {stage, worker, home, most, least, lease, version, patient, token, owner?} → {rows, fixed, made, refs}, or {wait, topic, due =
--- ms until the next lease or headstart ends}. `most` and `least` count rows or groups as the stage takes them; fewer than
+-- ms until the next lease or headstart ends, or sooner}. `most` and `least` count rows or groups as the stage takes them; fewer than
 -- `least` are not given out. A stage that generates gives the policy version it has loaded, and gets no group that this
 -- version may not touch. Parked rows come first, each counted as its share of a group; `refs` also point to their progress.
 define('claim', function(run, a)
-  local cfg, t = config(run), now()
+  local cfg, t = config(run), now(run, a.lease)
   local stage = stage_of(cfg, a.stage)
   reap(run, cfg, stage, t)
   local taken, n, home, due, parked, most = {}, 0, nil, nil, {}, a.most
@@ -363,7 +363,7 @@ define('claim', function(run, a)
     local lease = call('ZRANGE', run .. 'due:' .. stage.name, 0, 0, 'WITHSCORES')
     call('HSET', run .. 'n', 'idle:' .. topic, 1, 'until:' .. topic, t + (due or 0))
     if lease[2] then due = min(due or lease[2], max(1, lease[2] - t + 1)) end
-    return { wait = woken(run, topic), topic = topic, due = due or false }
+    return { wait = woken(run, topic), topic = topic, due = due and look_again(run, due) or false }
   end
   if several and value(run, 'ready:' .. stage.name) > n then wake_stage(run, stage.name, t) end
   local rows, reads = taken, stage.reads

@@ -23,7 +23,7 @@ local function make_ready(run, stage, home, list)
   -- The gate may wait for them, see `replacements_wait`.
   if stage.takes == 'batch' and config(run).slack == 0 and value(run, 'filtered_groups') > 0 then wake(run, 'version') end
   if stage.takes == 'batch' or value(run, 'warehouses') < 2 then return wake_stage(run, stage.name) end
-  local t, place = now(), stage.name .. ':' .. home
+  local t, place = now(run), stage.name .. ':' .. home
   local waits = wake_idle(run, place)
   if not there then
     local near = waits or t - value(run, 'seen:' .. place) < PRESENT

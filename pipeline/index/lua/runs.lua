@@ -46,7 +46,7 @@ define('transition', function(run, a)
   local state = call('HGET', run .. 'state', 'state') or ''
   for _, allowed in ipairs(a.from) do
     if state == allowed then
-      call('HSET', run .. 'state', 'state', a.to, 'reason', a.reason, 'since', now())
+      call('HSET', run .. 'state', 'state', a.to, 'reason', a.reason, 'since', wall())
       tell(run, 'state', a.event)
       wake(run, 'state')
       return { state = a.to, changed = true }
@@ -102,7 +102,7 @@ define('queue_depth', function(run, a) return value(run, 'ready:' .. a.stage) en
 define('queue', function(run, a)
   local cfg, leased = config(run), 0
   local stage = stage_of(cfg, a.stage)
-  reap(run, cfg, stage, now())
+  reap(run, cfg, stage, now(run))
   for _, token in ipairs(call('ZRANGE', run .. 'due:' .. stage.name, 0, -1)) do leased = leased + lease_of(run, token)[4] end
   return { ready = value(run, 'ready:' .. stage.name), leased = leased, parked = value(run, 'parked:' .. stage.name) }
 end)
@@ -195,12 +195,12 @@ end, true)
 -- → {stages = {stage → ready, leased, begun = rows with progress, parked = those of them without a lease}, used and capacity by
 -- warehouse, …}
 define('stats', function(run, a)
-  local cfg, t = config(run), now()
+  local cfg, t = config(run), now(run)
   local open = size_of(members(run .. 'open'))
   local out = {
     admitted = value(run, 'admitted'), published = value(run, 'published'), trained = value(run, 'trained'),
     gate = gate(run, cfg, value(run, 'published')), open = open, rows = value(run, 'live'),
-    blocks = call('HLEN', run .. 'blocks'), stages = {}, warehouses = {}, leases = {},
+    blocks = call('HLEN', run .. 'blocks'), now = t / 1000, stages = {}, warehouses = {}, leases = {},
   }
   for _, stage in ipairs(cfg.stages) do
     reap(run, cfg, stage, t)
@@ -232,7 +232,7 @@ end)
 
 -- {worker, stages, version or false, ready}: the worker is alive now, with these stages and this policy version.
 define('beat', function(run, a)
-  call('HSET', run .. 'alive', a.worker, cmsgpack.pack({ now(), a.stages, a.version or false, a.ready }))
+  call('HSET', run .. 'alive', a.worker, cmsgpack.pack({ now(run), a.stages, a.version or false, a.ready }))
   return true
 end, true)
 
@@ -243,12 +243,12 @@ define('alive', function(run)
   return out
 end, true)
 
--- → {now in ms, settled, trainer, group, stage, rows, holders = {{worker, ms when it claimed}…}, parked}: what training waits
+-- → {now and wall in ms, settled, trainer, group, stage, rows, holders = {{worker, ms when it claimed}…}, parked}: what training waits
 -- for. `trainer` is the stage that takes batches (false: none), `group` the oldest open one that cannot be claimed from it
 -- (false: none), `stage` the first one that has not processed `rows` of its rows, though it could (false: the group waits for
 -- admission). `settled`: how many rows have left a lease processed, of all stages.
 define('waiting', function(run)
-  local cfg, out = config(run), { now = now(), settled = value(run, 'settled'), trainer = false, group = false, stage = false,
+  local cfg, out = config(run), { now = now(run), wall = wall(), settled = value(run, 'settled'), trainer = false, group = false, stage = false,
     rows = 0, parked = 0, holders = {} }
   for _, stage in ipairs(cfg.stages) do
     if stage.takes == 'batch' then

@@ -179,17 +179,17 @@ define('weights_record', function(run, a)
   return record and cmsgpack.unpack(record) or false
 end, true)
 
--- {worker, most, lease = ms} → {granted, wait, due = ms until the next turn expires}: one of the `most` turns to swap weights at
+-- {worker, most, lease = ms} → {granted, wait, due = ms until the next turn expires, or sooner}: one of the `most` turns to swap weights at
 -- the same time. A worker that has one keeps it for another lease.
 define('take_swap_turn', function(run, a)
-  local key, t = run .. 'swapping', now()
+  local key, t = run .. 'swapping', now(run, a.lease)
   call('ZREMRANGEBYSCORE', key, '-inf', t)
   if call('ZSCORE', key, a.worker) or call('ZCARD', key) < a.most then
     call('ZADD', key, t + a.lease, a.worker)
     return { granted = true }
   end
   local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')
-  return { granted = false, wait = woken(run, 'swap'), due = first[2] - t }
+  return { granted = false, wait = woken(run, 'swap'), due = look_again(run, first[2] - t) }
 end)
 
 -- {worker}: its turn ends; the next worker may swap.

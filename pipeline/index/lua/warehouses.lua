@@ -26,7 +26,7 @@ end
 
 -- {warehouse, host, port}: the address for other nodes; repeated every few seconds as a heartbeat.
 define('announce_warehouse', function(run, a)
-  change_warehouse(run, a.warehouse, { host = a.host, port = a.port, seen = now() })
+  change_warehouse(run, a.warehouse, { host = a.host, port = a.port, seen = now(run) })
   return true
 end)
 
@@ -113,7 +113,7 @@ define('suspect_warehouse', function(run, a)
   local packed = call('HGET', run .. 'warehouses', a.warehouse)
   if not packed then return { gone = true } end
   local known = cmsgpack.unpack(packed)
-  local age = now() - (known.seen or 0)
+  local age = now(run) - (known.seen or 0)
   if age < a.silent then return { alive = age } end
   return lose(run, a)
 end)

@@ -38,7 +38,8 @@ async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
         assert claim is not None
         stats = await dock.index.stats()
         status = {"run": "r", "stats": stats, "ledger": dataclasses.asdict(await dock.index.ledger_event())}
-        shown = text_of(status_view(status, stats["leases"][0]["since"] + 1.5))
+        stats["now"] = stats["leases"][0]["since"] + 1.5
+        shown = text_of(status_view(status))
         assert "score  rows   2 rows  1 rows" in shown
         assert "1.5 s  58.5 s" in shown
         assert "32 KiB  1 MiB  3%" in shown

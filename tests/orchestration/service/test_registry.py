@@ -27,6 +27,8 @@ from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex
 from tests.orchestration.runs import MOCK, recipe
 
+BUDGET = {"most": 1000, "window": 3600}
+
 
 @pytest.fixture
 async def registry(index_url: str) -> AsyncIterator[Registry]:
@@ -139,8 +141,8 @@ async def test_a_lease_that_was_followed_by_another_can_do_nothing(registry: Reg
     await submit(registry)
     run = (await begin(registry, "old")).id
     assert await registry.renew(run, "old", "1:2")
-    assert await registry.retake(run, "old", "new", "agent-2", 30)
-    assert not await registry.retake(run, "old", "third", "agent-3", 30)
+    assert await registry.retake(run, "old", "new", "agent-2", 30, **BUDGET) == "taken"
+    assert await registry.retake(run, "old", "third", "agent-3", 30, **BUDGET) == "lost"
     assert not await registry.renew(run, "old", "1:2")
     assert not await registry.end(run, "old", "failed", "")
     record = await registry.get(run)
@@ -149,6 +151,20 @@ async def test_a_lease_that_was_followed_by_another_can_do_nothing(registry: Reg
     record = await registry.get(run)
     assert (record.state, record.position) == ("finished", None)
     assert record.ended is not None
+
+
+async def test_deaths_of_runners_count_for_a_while(registry: Registry) -> None:
+    """Of a run of weeks: each death is far from the others."""
+    await submit(registry)
+    run = (await begin(registry, "t0")).id
+    for n in range(3):
+        assert await registry.retake(run, f"t{n}", f"t{n + 1}", "a", 30, most=2, window=0.2) == "taken"
+        await asyncio.sleep(0.12)
+    for n in range(3, 5):
+        taken = await registry.retake(run, f"t{n}", f"t{n + 1}", "a", 30, most=2, window=60)
+        assert taken == ("taken" if n == 3 else "used up")
+    assert (await registry.get(run)).attempts == 5
+    assert await registry.renew(run, "t4", "1:2"), "who asked has it still, and ends it"
 
 
 async def test_a_run_whose_runner_is_silent_is_not_shown_as_running(registry: Registry) -> None:
@@ -333,7 +349,8 @@ class Model(RuleBasedStateMachine):
     def retake(self, data: st.DataObject, right: bool) -> None:
         run, token = data.draw(st.sampled_from(list(self.active))), self.token()
         old = self.active[run] if right else "wrong"
-        assert self.runner.run(self.registry.retake(run, old, token, "agent", 30)) == right
+        found = self.runner.run(self.registry.retake(run, old, token, "agent", 30, **BUDGET))
+        assert found == ("taken" if right else "lost")
         if right:
             self.active[run] = token
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -44,6 +47,10 @@ def disguised(claim: Claim, *, owner: str | None = None, token: str | None = Non
     return other
 
 
+async def untimed_stats(dock: Dock) -> dict[str, Any]:
+    return {**await dock.index.stats(), "now": None}
+
+
 async def assert_untouched(dock: Dock, held: Claim) -> None:
     """Check that every call with the lease of ``held`` is refused or changes nothing."""
     index = dock.index
@@ -65,10 +72,10 @@ async def assert_untouched(dock: Dock, held: Claim) -> None:
 @pytest.mark.parametrize("owner", OWNERS)
 async def test_only_its_owner_can_use_a_lease(owner: str, dock: Dock) -> None:
     held = await claim(dock, owner)
-    before = await dock.index.stats()
+    before = await untimed_stats(dock)
     for foreign in set(FOREIGN) - {owner}:
         await assert_untouched(dock, disguised(held, owner=foreign))
-    assert await dock.index.stats() == before, "a foreign call has changed something, if only a deadline"
+    assert await untimed_stats(dock) == before, "a foreign call has changed something, if only a deadline"
     assert (await dock.index.ledger())["redelivered"] == 0
     assert await dock.index.renew("rollout", [held.token], 60, owner) == {held.token}
     await respond(dock, held)
@@ -76,10 +83,10 @@ async def test_only_its_owner_can_use_a_lease(owner: str, dock: Dock) -> None:
 
 async def test_a_token_holds_for_the_stage_of_its_claim_alone(dock: Dock) -> None:
     held = await claim(dock, "")
-    before = await dock.index.stats()
+    before = await untimed_stats(dock)
     for stage in ("reward", "advantage", "update"):
         await assert_untouched(dock, disguised(held, stage=stage))
-    assert await dock.index.stats() == before
+    assert await untimed_stats(dock) == before
     await respond(dock, held)
 
 
@@ -112,7 +119,8 @@ async def test_tokens_are_random_and_no_status_shows_them(dock: Dock) -> None:
     await respond(dock, second)
 
 
-async def test_a_clock_that_is_set_back_an_hour_makes_no_lease_longer(index: Index, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shift", [-3600, 3600, 86400])
+async def test_a_clock_that_is_set_makes_no_lease_longer_or_shorter(shift: int, index: Index, tmp_path: Path) -> None:
     """The server's clock, as the library reads it, is moved by the key ``shift``, in seconds."""
     await index.init(config(), COUNTERS)
     async with redis.asyncio.Redis.from_url(index.url) as server:
@@ -122,22 +130,38 @@ async def test_a_clock_that_is_set_back_an_hour_makes_no_lease_longer(index: Ind
             dock = Dock(index, SCHEMA, worker="w", directory=tmp_path, slab=0)
             await dock.join(1 << 20)
             await admit(dock, range(1))
-            lost = await claim(dock, "", lease=0.3)
-            await server.set("shift", -3600)
-            found = await index.claim("rollout", "w", 1, 60.0, 0, dock.home)
-            assert isinstance(found, Nothing)
-            assert found.due is not None
-            assert found.due < 0.4, "a claim knows when the lease ends"
-            await index.wait("rollout", found.wait, found.due)
-            again = await claim(dock, "")
-            assert again.row.tolist() == lost.row.tolist()
-            assert (await index.take_swap_turn("a", most=1, lease=0.1)).granted
-            await server.set("shift", -7200)
-            turn = await index.take_swap_turn("b", most=1, lease=0.1)
-            assert turn.granted or turn.due < 0.2
+            lost, began = await claim(dock, "", lease=0.8), time.monotonic()
+            await server.set("shift", shift)
+            while isinstance(found := await index.claim("rollout", "w", 1, 60.0, 0, dock.home), Nothing):
+                assert found.due is not None
+                assert found.due <= 0.2, "it looks again in a quarter of the lease"
+                await index.wait("rollout", found.wait, found.due)
+            assert 0.5 < time.monotonic() - began < 2, "at most a quarter of the lease is lost by the jump"
+            assert found.row.tolist() == lost.row.tolist()
+            assert (await index.take_swap_turn("a", most=1, lease=0.4)).granted
+            await server.set("shift", 2 * shift)
+            assert not (await index.take_swap_turn("b", most=1, lease=0.4)).granted
         finally:
             await server.delete("shift")
             await index.load()
+
+
+async def test_time_in_which_nobody_calls_does_not_end_a_lease(dock: Dock) -> None:
+    """All processes of a run, the server among them, were stopped for longer than the lease; then a server that is started
+    again goes on where time was."""
+    held = await claim(dock, "", lease=1.0)
+    await asyncio.sleep(1.5)
+    assert await dock.index.renew("rollout", [held.token], 1.0) == {held.token}
+    await dock.index.load(_library() + "\n")  # another library, which remembers nothing
+    try:
+        await asyncio.sleep(1.5)
+        assert await dock.index.renew("rollout", [held.token], 1.0) == {held.token}
+        for _ in range(20):
+            await dock.index.stats()
+            await asyncio.sleep(0.1)
+        assert await dock.index.renew("rollout", [held.token], 1.0) == set()
+    finally:
+        await dock.index.load()
 
 
 def with_a_clock_that_can_be_set() -> str:

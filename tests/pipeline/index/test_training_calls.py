@@ -98,13 +98,14 @@ async def test_a_warehouse_is_lost_after_exactly_the_silence_that_is_allowed(ind
         await index.load(with_a_clock_that_can_be_set())
         try:
             await index.announce_warehouse(dock.home, "127.0.0.1", 1)
-            await server.set("shift", 1000)
-            heard = await index.suspect_warehouse(dock.home, 2000)
-            assert isinstance(heard, float)
-            assert 1000 <= heard < 2000
-            await server.set("shift", 2001)
-            assert await index.suspect_warehouse(dock.home, 2000) == Lost(groups=2, rows=4)
-            assert await index.suspect_warehouse(dock.home, 2000) == "gone"
+            for seconds in (2, 4, 6, 4000):
+                await server.set("shift", seconds)
+                heard = await index.suspect_warehouse(dock.home, 9)
+                assert isinstance(heard, float)
+                assert min(seconds, 8) <= heard < 9, "of a jump 2.5 s count"
+            await server.set("shift", 4001)
+            assert await index.suspect_warehouse(dock.home, 9) == Lost(groups=2, rows=4)
+            assert await index.suspect_warehouse(dock.home, 9) == "gone"
         finally:
             await server.delete("shift")
             await index.load()
