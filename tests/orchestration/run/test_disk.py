@@ -21,7 +21,7 @@ from orchestration.run.run import Run
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_model
 from tests.orchestration.run.test_run import assert_equal, assert_nothing_left, synchronous, trained
-from tests.orchestration.runs import TINY, complete, executing, recipe
+from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
 
 WHOLE = {"model", "train", "digests.json", "run.json"}
 
@@ -85,6 +85,39 @@ async def test_a_full_disk_ends_the_run_at_once_with_what_to_do_and_it_goes_on_w
     assert [step["step"] for step in watched.of("step")] == list(range(version, 8))
     assert_equal(trained(of, result), weights)
     assert_nothing_left(run)
+
+
+@pytest.fixture
+def small_index(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 3 MiB at RUN/index."""
+    folder = tmp_path / "run" / "index"
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk needs the right to mount one")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("launcher", ["inline", "process"])
+async def test_an_index_without_room_ends_the_run_with_the_place_and_what_to_do(
+    launcher: str, small_index: Path, tmp_path: Path
+) -> None:
+    of = recipe(MOCK, train__steps=100_000, launch__launcher=launcher, checkpoint__every=2)
+    async with executing(in_a_folder_that_is_there(of, tmp_path / "run")) as (watched, work):
+        await watched.until(lambda: len(watched.of("checkpoint")) >= 1)
+        fill(small_index / "something-else")
+        async with asyncio.timeout(120):
+            result = await work
+    assert result.state == "failed"
+    for part in (str(small_index), "free room there", "resume the run"):
+        assert part in result.reason, result.reason
+    assert_nothing_left(watched.run)
+    (small_index / "something-else").unlink()
+    before = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert before is not None
+    watched, result = await complete(Run.resume(tmp_path / "run", [f"train.steps={before.version + 3}"]))
+    assert result.state == "finished", result.reason
 
 
 async def test_kills_while_checkpoints_are_written_lose_nothing(tmp_path: Path) -> None:
