@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ import psutil
 import pytest
 
 from orchestration.events_file import METRICS, read_metrics
+from orchestration.run.run import WHERE, Run
 from orchestration.service.registry import RunRecord
 from pipeline.events import Event
-from tests.forked import asyncdock
+from pipeline.index.client import INDEX_VARIABLE
+from tests.forked import ROOT
+from tests.orchestration.external.test_session import ROLLOUT, roll_out, taking_part
 from tests.orchestration.runs import MOCK, recipe
 from tests.orchestration.services import Service, serving
 from tests.shifted_clock import COMPILER, WITHOUT_COMPILER, ShiftedClock
@@ -68,10 +73,20 @@ def events_in(metrics: Path) -> list[Event]:
     return list(read_metrics(metrics)) if metrics.exists() else []
 
 
+def of_kind(metrics: Path, kind: str, change: str) -> list[dict[str, Any]]:
+    return [event.data for event in events_in(metrics) if event.kind == kind and event.data["change"] == change]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  (files have no reader that could be woken)
+            await asyncio.sleep(0.2)
+
+
 async def steps_of(metrics: Path, count: int) -> int:
     """Wait for ``count`` further steps; the number of all of them."""
     wanted = None
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while True:
             steps = sum(event.kind == "step" for event in events_in(metrics))
             wanted = steps + count if wanted is None else wanted
@@ -80,30 +95,85 @@ async def steps_of(metrics: Path, count: int) -> int:
             await asyncio.sleep(0.2)  # the file has no reader that could be woken
 
 
-def started(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+def started(arguments: list[str], folder: Path, **variables: str) -> subprocess.Popen[bytes]:
+    """The command, all of whose processes have the clock: none is forked from a server of the tests."""
+    command = [sys.executable, "-P", "-m", "api.cli.main", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     with (folder / "out").open("wb") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, cwd=folder)
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+
+
+def running(folder: Path, **changes: Any) -> tuple[subprocess.Popen[bytes], Path]:
+    """`asyncdock run` of an endless recipe, and the file of its events."""
+    (folder / "recipe.json").write_text(recipe(MOCK, train__steps=100_000, **SHORT, **changes).to_json())
+    command = ["run", str(folder / "recipe.json"), "--plain", "--out", str(folder / "run")]
+    return started(command, folder), folder / "run" / METRICS
+
+
+async def stopped(run: subprocess.Popen[bytes], folder: Path) -> None:
+    run.send_signal(signal.SIGINT)
+    assert await asyncio.to_thread(run.wait, 60) == 130, (folder / "out").read_text()
+
+
+async def jump(clock: ShiftedClock, metrics: Path) -> None:
+    for shift in JUMPS:
+        clock.set(shift)
+        await steps_of(metrics, 2)
+        await asyncio.sleep(2)  # leases are renewed, and could end
 
 
 async def test_a_run_is_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> None:
-    (tmp_path / "recipe.json").write_text(recipe(MOCK, train__steps=100_000, **SHORT).to_json())
-    command = [*asyncdock(), "run", str(tmp_path / "recipe.json"), "--plain", "--out", str(tmp_path / "run")]
-    metrics = tmp_path / "run" / METRICS
-    run = started(command, tmp_path)
+    run, metrics = running(tmp_path)
     try:
         await steps_of(metrics, 2)
-        for shift in JUMPS:
-            clock.set(shift)
-            await steps_of(metrics, 2)
-            await asyncio.sleep(2)  # leases are renewed, and could end
+        await jump(clock, metrics)
         await freeze([run.pid])
         await steps_of(metrics, 5)
-        run.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(run.wait, 60) == 130, (tmp_path / "out").read_text()
+        await stopped(run, tmp_path)
     finally:
         run.kill()
         run.wait()
     assert disturbances(events_in(metrics)) == ([], 0)
+
+
+async def test_a_run_with_a_host_is_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> None:
+    """Nor when the host sleeps alone, for less than the silence that loses it."""
+    here = {"pipeline__index_serve": "127.0.0.1", "pipeline__serve": "127.0.0.1", "sync__serve": "127.0.0.1"}
+    run, metrics = running(tmp_path, rollout__workers=2, launch__remote_rollouts=1, **here)
+    host: subprocess.Popen[bytes] | None = None
+    (tmp_path / "host").mkdir()
+    try:
+        await steps_of(metrics, 2)
+        where = json.loads((tmp_path / "run" / WHERE).read_text())
+        joins = {INDEX_VARIABLE: where["join"], "ASYNCDOCK_HOST_TOKEN": where["token"]}
+        host = started(["host", "--run", where["run"]], tmp_path / "host", **joins)
+        await until(lambda: "rollout-1" in [event["worker"] for event in of_kind(metrics, "worker", "ready")])
+        await jump(clock, metrics)
+        await freeze([run.pid, host.pid])
+        await steps_of(metrics, 5)
+        await stopped(run, tmp_path)
+        await asyncio.to_thread(host.wait, 60)
+    finally:
+        for process in (run, host):
+            if process is not None:
+                process.kill()
+                process.wait()
+    workers, redelivered = disturbances(events_in(metrics))
+    assert ([event for event in workers if event["change"] != "absent"], redelivered) == ([], 0)
+
+
+async def test_an_external_rollout_is_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> None:
+    changes = {"pipeline__lease_seconds": 3.0, "train__steps": 300}
+    async with taking_part(Run.create(recipe(ROLLOUT, **changes), tmp_path / "run")) as (watched, external, work):
+        worker = asyncio.create_task(roll_out(external, "outside"))
+        for shift in JUMPS:
+            made = len(watched.of("step"))
+            clock.set(shift)
+            await watched.until(lambda: len(watched.of("step")) >= made + 3)  # noqa: B023
+        watched.stop.set()
+        await asyncio.wait([worker], timeout=30)
+        await work
+    assert disturbances(watched.events) == ([], 0)
 
 
 async def runs_are_undisturbed(service: Service, runs: Iterable[str]) -> None:
@@ -116,7 +186,7 @@ async def runs_are_undisturbed(service: Service, runs: Iterable[str]) -> None:
 
 async def test_runs_of_a_service_are_not_disturbed(clock: ShiftedClock, tmp_path: Path) -> None:
     async with serving(tmp_path / "data") as service:
-        agent = service.start_agent(runs=2)
+        agent = service.start_agent(runs=2, prefix=["env"])  # by a prefix: as above
         await service.agent_works()
         endless = recipe(MOCK, train__steps=100_000, **SHORT)
         runs = [await service.submit(endless) for _ in range(2)]
