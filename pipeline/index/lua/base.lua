@@ -58,7 +58,8 @@
 local configs = {}  -- decoded configs by run; a run's config never changes
 
 local SEGMENT = 4096
-local GAP, KEPT = 2500, 1000  -- ms between two calls of a run that count as time, and between two records of its time
+local GAP, SHORTEST_GAP = 2500, 250  -- most ms between two calls of a run that count as time; fewer where leases are short
+local KEPT = 1000  -- ms between two records of a run's time
 local PRESENT = 10000  -- ms after its last claim for which a node counts as one with workers
 local LIVE, GENERATED, TRAINED = 1, 2, 3
 
@@ -98,7 +99,7 @@ end
 local function now(run, lease)
   local t = wall()
   local clock = clock_of(run, t)
-  if lease then clock[4] = min(clock[4], max(50, lease / 4)) end
+  if lease then clock[4] = min(clock[4], max(SHORTEST_GAP, lease / 4)) end
   local gap = t - clock[1]
   local skipped = gap - max(0, min(gap, clock[4]))
   clock[1], clock[2] = t, clock[2] + skipped
