@@ -41,7 +41,13 @@ def status(run_dir: RunDir = None, index: UrlOption = "", run: RunOption = "", a
     async def read(dock: Any) -> dict[str, Any]:
         stats, config = await dock.index.stats(), await dock.index.config()
         stats["stages"] = {stage["name"]: stats["stages"][stage["name"]] for stage in config["stages"]}
-        return {"run": dock.index.run, "stats": stats, "ledger": dataclasses.asdict(await dock.index.ledger_event())}
+        now = (await dock.index.waiting()).now / 1000  # leases have a time of their own
+        return {
+            "run": dock.index.run,
+            "now": now,
+            "stats": stats,
+            "ledger": dataclasses.asdict(await dock.index.ledger_event()),
+        }
 
     found = _with_dock(run_dir, index, run, read)
     print_json(found) if as_json else safe_console().print(status_view(found))
@@ -75,7 +81,7 @@ def status_view(found: Mapping[str, Any]) -> RenderableType:
     for name, stage in stats["stages"].items():
         unit = "rows" if stage["takes"] == "rows" else "groups"
         stages.add_row(name, stage["takes"], f"{stage['ready']} {unit}", f"{stage['leased']} rows")
-    now = stats["now"]  # leases have a time of their own
+    now = found["now"]
     leases = table("lease", "stage", "worker", "rows", "age", "expires in")
     for lease in stats["leases"] or ():
         age, left = f"{now - lease['since']:.1f} s", f"{lease['due'] - now:.1f} s"

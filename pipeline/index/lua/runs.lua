@@ -200,7 +200,7 @@ define('stats', function(run, a)
   local out = {
     admitted = value(run, 'admitted'), published = value(run, 'published'), trained = value(run, 'trained'),
     gate = gate(run, cfg, value(run, 'published')), open = open, rows = value(run, 'live'),
-    blocks = call('HLEN', run .. 'blocks'), now = t / 1000, stages = {}, warehouses = {}, leases = {},
+    blocks = call('HLEN', run .. 'blocks'), stages = {}, warehouses = {}, leases = {},
   }
   for _, stage in ipairs(cfg.stages) do
     reap(run, cfg, stage, t)

@@ -37,8 +37,8 @@ async def test_what_lies_where_is_shown(index: Index, tmp_path: Path) -> None:
         claim = await dock.claim("score", 1)
         assert claim is not None
         stats = await dock.index.stats()
-        status = {"run": "r", "stats": stats, "ledger": dataclasses.asdict(await dock.index.ledger_event())}
-        stats["now"] = stats["leases"][0]["since"] + 1.5
+        now = stats["leases"][0]["since"] + 1.5
+        status = {"run": "r", "now": now, "stats": stats, "ledger": dataclasses.asdict(await dock.index.ledger_event())}
         shown = text_of(status_view(status))
         assert "score  rows   2 rows  1 rows" in shown
         assert "1.5 s  58.5 s" in shown
