@@ -230,6 +230,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
             stages=[], warehouses=[], hosts=[], published=0, trained=0, gate=gate, flow={}, alarms=[], **nothing
         )
     counts = dataclasses.asdict(ledger)
+    del counts["version"]  # it is `trained` beside it
     dropped = {name: counts.pop(name) for name in DROPPED}
     status = await service.run_statuses.of(index)
     return StagesView(
