@@ -263,6 +263,15 @@ async def test_each_ledger_of_a_run_says_of_which_version_it_is(tmp_path: Path) 
     assert set(versions) == set(range(1, 7))
 
 
+async def test_checkpoints_leave_no_progress_bar_in_the_logs(tmp_path: Path) -> None:
+    changes = {"launch__launcher": "process", "train__steps": 2, "checkpoint__every": 1}
+    watched, result = await complete(Run.create(recipe(TINY, **changes), tmp_path / "run"))
+    assert (result.state, len(watched.of("checkpoint"))) == ("finished", 2)
+    logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
+    assert "update-0.log" in logs
+    assert {name: text for name, text in logs.items() if "%|" in text or "\r" in text} == {}
+
+
 def test_samples_of_steps_that_are_made_again_stand_once(tmp_path: Path) -> None:
     book = SampleLog(tmp_path, 1 << 20)
     for step in range(5):
