@@ -296,9 +296,9 @@ async def get_logs(service: Service, path: RunPath, query: LogsQuery) -> str:
 
 
 async def _refuse_full_queue(service: Service) -> None:
-    waiting, _ = await service.registry.list(state="created", limit=1)
-    if waiting and (waiting[0].position or 0) >= service.settings.max_waiting:
-        detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."
+    waiting = (await service.registry.counts())["created"]
+    if waiting >= service.settings.max_waiting:
+        detail = f"There are {waiting} runs in the queue, as many as it takes."
         raise HTTPProblem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
 
 
