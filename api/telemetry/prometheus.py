@@ -36,7 +36,7 @@ log = structlog.get_logger()
 STATES = ("created", "starting", "running", "paused", "stopping", *ENDED)
 # An ended run is still exposed to so many scrapes, of several servers perhaps, for so long at most;
 KEPT_SCRAPES, KEPT_SECONDS = 5, 300.0
-MOST_ENDED = 50  # of several that end at once, the newest ones
+MOST_ENDED = 20  # of many that end at once, the newest ones
 UNSCRAPED_SECONDS = 300.0  # without a scrape, after which runs are no longer followed
 CATCH_UP_SECONDS = 5.0  # for which a scrape waits for the past events of new runs
 DURATIONS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
