@@ -19,6 +19,7 @@ from typing import Literal
 
 import structlog
 
+from orchestration.events_file import METRICS
 from orchestration.guard.guard import Guard, GuardOptions
 from orchestration.guard.past import KINDS, Past, read_past
 from orchestration.recipe.flow import algorithm_of
@@ -56,16 +57,16 @@ def options_of(recipe: Recipe) -> GuardOptions:
 
 class GuardWatch:
     """The guard of the run in ``index``. Call :meth:`begin` before the run's first events, then
-    :meth:`run`. ``recorded``: the run's ``metrics.jsonl``, which a resumed run has from before."""
+    :meth:`run`. ``folder``: of the run, with the events from before it was resumed."""
 
     def __init__(
         self,
         index: Index,
         guard: Guard,
         on_alarm: Literal["warn", "pause", "fail"],
-        recorded: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
-        self.index, self.guard, self.on_alarm, self.recorded = index, guard, on_alarm, recorded
+        self.index, self.guard, self.on_alarm, self.folder = index, guard, on_alarm, folder
         self._after = "0"
         self._judged = (0, 0)
         self._taking = asyncio.Lock()
@@ -89,8 +90,8 @@ class GuardWatch:
         what the index has behind them; and the id of the last event that was read."""
         steps = WINDOWS * self.guard.options.window
         recorded = list[Event]()
-        if self.recorded is not None:
-            recorded = await asyncio.to_thread(read_past, self.recorded, steps)
+        if self.folder is not None:
+            recorded = await asyncio.to_thread(read_past, self.folder / METRICS, steps)
         oldest, newest = await self.index.event_ends()
         judged = await self.index.get(JUDGED)
         if judged is None:  # what is older than this index was judged before the run was resumed

@@ -37,7 +37,6 @@ import structlog
 from orchestration.elastic.autoscale import follow_load
 from orchestration.elastic.budget import RestartBudget
 from orchestration.elastic.scale import SCALE, leaves, request_leave, scaled
-from orchestration.events_file import METRICS
 from orchestration.guard.guard import Guard
 from orchestration.guard.liveness import Liveness
 from orchestration.guard.watch import GuardFailed, GuardWatch, options_of
@@ -101,8 +100,7 @@ class _Group:
 
 class Supervisor:
     """Runs the workers of ``recipe`` until the work is done, ``stop`` is set, or it cannot go on. ``begins``: optimizer
-    steps that were made before; ``folder``: of the run, with its samples and recorded events; None:
-    nothing is forecast, and the guard knows no step from before."""
+    steps that were made before; ``folder``: of the run, with what it has recorded; None: nothing is forecast."""
 
     def __init__(
         self, index: Index, launcher: Launcher, recipe: Recipe, *, begins: int, folder: Path | None = None
@@ -110,8 +108,7 @@ class Supervisor:
         self.index, self.launcher, self.recipe, self.launch = index, launcher, recipe, recipe.launch
         self.folder = folder
         self.workers, self.begins, self.restarts = workers_of(recipe), begins, 0
-        recorded = None if folder is None else folder / METRICS
-        self.guard = GuardWatch(index, Guard(options_of(recipe)), recipe.guard.on_alarm, recorded)
+        self.guard = GuardWatch(index, Guard(options_of(recipe)), recipe.guard.on_alarm, folder)
         self._groups: dict[Worker, _Group] = {}  # by their first workers
         self._liveness = Liveness(index, recipe.launch, self._record_unplaced)
         self._tasks: list[asyncio.Task[Any]] = []

@@ -77,8 +77,8 @@ async def test_the_alarm_of_the_last_step_counts(tmp_path: Path) -> None:
     assert (result.state, result.reason[:14]) == ("failed", "guard: step 7:")
 
 
-def watch(index: Index, on_alarm: Any = "warn", file: Path | None = None) -> GuardWatch:
-    return GuardWatch(index, Guard(GuardOptions(gap_limit=2e-4)), on_alarm, file)
+def watch(index: Index, on_alarm: Any = "warn", folder: Path | None = None) -> GuardWatch:
+    return GuardWatch(index, Guard(GuardOptions(gap_limit=2e-4)), on_alarm, folder)
 
 
 async def alarms_in(index: Index) -> list[tuple[str, int]]:
@@ -163,7 +163,7 @@ async def test_a_resumed_run_goes_on_with_the_windows_of_its_steps(index: Index,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(past, "read_metrics", read)
-        resumed = watch(index, "fail", file)
+        resumed = watch(index, "fail", tmp_path)
         await resumed.begin()
     assert sizes == [past.FIRST_BYTES] < [file.stat().st_size]
     assert windows(resumed.guard) == windows(after(steps))
@@ -177,10 +177,11 @@ async def test_a_run_that_another_runner_takes_over_keeps_its_windows(index: Ind
     """Its index has forgotten the older events, and its file lags behind."""
     steps = [step(number) for number in range(60)]
     file = recorded(tmp_path / METRICS, steps[:50])
+    (tmp_path / "same").mkdir()
     for data in steps[30:]:
         await index.emit(data)
     events = await index.past_events(count=100)
-    with MetricsFile(tmp_path / "same") as same:  # as it is written: with the ids of the index
+    with MetricsFile(tmp_path / "same" / METRICS) as same:  # as it is written: with the ids of the index
         for event in [*read_metrics(file)][:60]:
             same.event(event)
         for event in events[:20]:
@@ -208,7 +209,7 @@ async def test_a_run_that_was_rewound_forgets_the_steps_that_it_makes_again(
         for event in await index.past_events(count=100):
             if in_file == "none of them" or event.kind != "worker":
                 file.event(event)
-    rewound = watch(index, "warn", None if in_file == "nothing" else tmp_path / METRICS)
+    rewound = watch(index, "warn", None if in_file == "nothing" else tmp_path)
     await rewound.begin()
     assert windows(rewound.guard) == windows(after(steps[:20]))
     await index.emit(step(20, entropy=0.5))
@@ -219,7 +220,7 @@ async def test_a_run_that_was_rewound_forgets_the_steps_that_it_makes_again(
 async def test_a_file_of_any_origin_starts_no_alarm_and_ends_no_run(index: Index, tmp_path: Path) -> None:
     lines = ['{"id": "1-0", "time": 1, "kind": "step", "data": {"step": 7}}', "torn", '{"id": 3}', ""]
     (tmp_path / METRICS).write_text("\n".join(lines))
-    strange = watch(index, "fail", tmp_path / METRICS)
+    strange = watch(index, "fail", tmp_path)
     await strange.begin()
     assert windows(strange.guard) == {}
     await watch(index, "fail", tmp_path / "missing").begin()
