@@ -160,9 +160,12 @@ class Registry:
         return (await self._records([found]))[0]
 
     async def list(self, *, state: str = "", name: str = "", owner: str = "", after: str = "", limit: int = 50) -> Page:
-        """Return runs, newest first, and the cursor of the next page ("": there is none). ``name``: part of the name, in any
-        case; ``after``: a cursor. Looks at some thousand runs at most: a page may hold fewer than ``limit``, or none, and not
-        be the last one. Raises ValueError for an invalid cursor."""
+        """Return runs, newest first, and the cursor of the next page ("": there is none).
+
+        ``name``: part of the name, in any case; ``after``: a cursor. Looks at some thousand runs at
+        most: a page may hold fewer than ``limit``, or none, and not be the last one. Raises
+        ValueError for an invalid cursor.
+        """
         if after and not (after.isascii() and after.isdigit()):
             raise ValueError(f"after: {after!r} is not a cursor; give one that an earlier page ended with, or none")
         phase = "" if not state else "waiting" if state == "created" else "ended" if state in ENDED else "active"
