@@ -20,7 +20,7 @@ KINDS = {
     "sync": {"version", "worker"},
     "alarm": {"step", "metric"},
 }
-FIRST_BYTES, MOST_BYTES = 1 << 20, 32 << 20  # of the end of a file that are read
+READ_BYTES = (1 << 20, 8 << 20, 32 << 20)  # of the end of a file, until there are enough steps
 
 
 class Past:
@@ -59,15 +59,18 @@ class Past:
 
 def read_past(path: Path, steps: int) -> list[Event]:
     """The last events of ``path`` of these kinds, with ``steps`` steps among them where there are
-    as many within MOST_BYTES. Empty without a file."""
-    size = FIRST_BYTES
-    while path.exists():
-        events = [event for event in read_metrics(path, size) if event.kind in KINDS]
-        is_enough = sum(event.kind == "step" for event in events) >= steps
-        if is_enough or size >= min(MOST_BYTES, path.stat().st_size):
-            return events
-        size *= 4
-    return []
+    as many in its last READ_BYTES. Empty without a file."""
+    events, before = list[Event](), -1
+    for size in READ_BYTES:
+        count, events = 0, []
+        for event in read_metrics(path, size):
+            count += 1
+            if event.kind in KINDS:
+                events.append(event)
+        if count == before or sum(event.kind == "step" for event in events) >= steps:
+            break  # it has no more, or these are enough
+        before = count
+    return events
 
 
 def _made_after(version: int, event: Event) -> bool:

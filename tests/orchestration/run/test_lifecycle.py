@@ -244,10 +244,11 @@ def test_ledgers_turns_and_forecasts_of_removed_steps_go_with_them(tmp_path: Pat
         file.event(Event("1-0", 1.0, "ledger", rest))  # of an older program
         for version in range(5):
             at = 10 * version + 2
-            file.event(Event(f"{at}-0", 1.0, "forecast", {"step": version, **forecast}))
-            file.event(Event(f"{at + 1}-0", 1.0, "ledger", {**rest, "version": version}))
+            time = 1000.0 * (version + 1)
+            file.event(Event(f"{at}-0", time, "forecast", {"step": version, **forecast}))
+            file.event(Event(f"{at + 1}-0", time, "ledger", {**rest, "version": version}))
             turn = {"worker": "update-0", "phase": "training", "version": version}
-            file.event(Event(f"{at + 2}-0", 1.0, "turn", turn))
+            file.event(Event(f"{at + 2}-0", time, "turn", turn))
         file.rewind(2)
     stays = list(read_metrics(tmp_path / METRICS))
     ledgers = [event.decoded() for event in stays if event.kind == "ledger"]
