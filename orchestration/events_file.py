@@ -119,10 +119,17 @@ class MetricsFile:
 
 
 def _made_after(version: int, event: Mapping[str, Any]) -> bool:
-    """Whether ``event`` reports a step, an evaluation, a publication, a checkpoint or an alarm after ``version``."""
-    if event["kind"] == "alarm":
-        return event["data"]["step"] >= version  # type: ignore[no-any-return]
-    return event["kind"] in ("step", "evaluation", "sync", "checkpoint") and event["data"].get("version", 0) > version
+    """Whether ``event`` is of a step after policy ``version``: what reports it, or its versions, or
+    the ledger then. A ledger of an older program does not say its version, and stays."""
+    data = event["data"]
+    match event["kind"]:
+        case "alarm":
+            return data["step"] >= version  # type: ignore[no-any-return]
+        case "forecast":  # it is about the step that follows
+            return data["step"] > version  # type: ignore[no-any-return]
+        case "step" | "evaluation" | "sync" | "checkpoint" | "ledger" | "turn":
+            return (data.get("version") or 0) > version  # type: ignore[no-any-return]
+    return False
 
 
 def event_json(event: Event) -> str:

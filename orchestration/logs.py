@@ -26,6 +26,7 @@ from orchestration.escapes import escaped
 LIMITED = ("warning", "error", "exception", "critical")
 MOST_KINDS = 1000  # of lines that are counted
 TRACE_VARIABLE = "ASYNCDOCK_TRACE"  # if set, tracebacks are printed
+NO_BARS_VARIABLE = "HF_HUB_DISABLE_PROGRESS_BARS"  # of huggingface_hub, and transformers' own bars
 ERRORS = "errors.log"
 RUN_LOG = "run.log"  # in the folder logs of a run: what its command could say nowhere else
 ERRORS_BYTES = 1 << 20  # a larger file is renamed and a new one begun
@@ -164,11 +165,21 @@ def _plain_traceback(out: TextIO, error: structlog.typing.ExcInfo) -> None:
     out.write(escaped(text.getvalue()))
 
 
+def _hide_progress_bars() -> None:
+    """Have transformers show none: one for each checkpoint fills a log, and breaks a run's display.
+    A user who has set the variable decides."""
+    is_ours = os.environ.setdefault(NO_BARS_VARIABLE, "1") == "1"
+    loaded = sys.modules.get("transformers.utils.logging")  # it has read the variable on import
+    if is_ours and loaded is not None:
+        loaded.disable_progress_bar()
+
+
 def configure(*, terminal: bool | None = None, errors: Path | None = None) -> None:
     """Send logs to standard error. ``terminal``: the form of lines; by default that of standard error. Tracebacks go to the
     file ``errors`` (on a terminal by default :func:`errors_file`), unless ``ASYNCDOCK_TRACE`` is set."""
     # tensordict triggers a deprecation warning of torch in every process; users cannot avoid it.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    _hide_progress_bars()
     logging.getLogger("asyncio").handlers = [_Forward()]
     logging.getLogger("asyncio").propagate = False
     readable = sys.stderr.isatty() if terminal is None else terminal

@@ -196,6 +196,7 @@ class LedgerEvent(EventData, kind="ledger"):
     ] = 0
     dropped: Annotated[Mapping[str, int], Doc("Groups that were dropped, by reason.")] = field(default_factory=dict)
     dropped_tokens: Annotated[Mapping[str, int], Doc("Filtered tokens, by reason.")] = field(default_factory=dict)
+    version: Annotated[int | None, Doc("Policy version of the trainer; null from older programs.")] = None
 
 
 class StageEvent(EventData, kind="stage"):

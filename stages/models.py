@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.utils.logging
 from huggingface_hub import split_torch_state_dict_into_shards
 from platformdirs.unix import Unix
 from safetensors import safe_open
@@ -94,7 +93,6 @@ def model_skeleton(source: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel,
     one that :func:`load_model` alone can make: those of ``MADE_FROM_SEED``, and what
     :func:`stages.weight_files.open_skeleton` does not open. A model in a checkpoint of a run is verified first. Raises
     :class:`ModelNotFound`, and FilesDamaged."""
-    transformers.utils.logging.disable_progress_bar()  # it would break the run's own display
     if source in MADE_FROM_SEED:
         return None
     folder = model_folder(source)

@@ -267,7 +267,7 @@ class Client(Transport):
     async def _pages(
         self, model: type[PageT], path: str, query: Mapping[str, Any], limit: int | None
     ) -> AsyncGenerator[PageT]:
-        """Pages of at most ``limit`` entries together."""
+        """Pages of at most ``limit`` entries together. Some may have fewer than they were asked for."""
         left, after = limit, ""
         while left is None or left > 0:
             size = PAGE if left is None else min(left, PAGE)
@@ -275,7 +275,8 @@ class Client(Transport):
             yield page
             if not page.next:
                 return
-            after, left = page.next, None if left is None else left - size
+            entries = page.runs if isinstance(page, RunPage) else page.samples
+            after, left = page.next, None if left is None else left - len(entries)
 
     def _read(self, model: type[M], path: str, answer: Answer) -> M:
         try:

@@ -51,7 +51,8 @@ class RunView(BaseModel):
 
 
 class RunPage(BaseModel):
-    """Runs, newest first. ``next`` is the cursor of the next page (`after`), empty at the end."""
+    """Runs, newest first. ``next`` is the cursor of the next page (`after`), empty at the end: a page looks at 5,000 runs at
+    most, so it may hold fewer than asked for, or none, and not be the last."""
 
     runs: list[RunView]
     next: str

@@ -1,17 +1,24 @@
-"""Progress of a run: its totals with every step and evaluation, as views and reports show them. Nothing here does I/O.
+"""Progress of a run: its totals and the curves of its steps and evaluations. Nothing here does I/O.
 
 Event ──▶ Progress.apply ──▶ RunTotals, steps, evaluations, times, messages
+
+A run of any length takes the same memory: curves are thinned (:mod:`api.telemetry.thinned`).
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
 import statistics
+import zlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
+from api.telemetry.thinned import Thinned
 from api.telemetry.totals import RunTotals, shares
 from pipeline.events import (
     ENDED,
@@ -31,18 +38,174 @@ MESSAGES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What is kept of each step event: some hundred bytes of a run of any length."""
+class StepPoint:
+    """One step, or several that follow each other, added up.
 
+    ``reward_sum`` is of the ``rewarded`` steps, whose mean reward is finite. ``step_seconds`` is of
+    one of the steps, picked at random. ``version`` and ``tokens_generated`` are of the last one.
+    """
+
+    first: int
+    last: int
+    steps: int
     version: int
-    reward_mean: float | None
-    reward_std: float | None
+    rewarded: int
+    reward_sum: float
+    reward_low: float
+    reward_high: float
+    equal_rewards: bool  # in each of its steps all samples had one reward
     reward_failed: int
     reward_absent: int
-    staleness_mean: float | None
-    staleness_max: float | None
+    staleness_sum: float
+    staleness_max: float
     tokens_generated: int
-    seconds: float | None
+    seconds: float
+    step_seconds: float
+
+    @classmethod
+    def of(cls, step: StepEvent) -> Self:
+        reward = math.nan if step.reward_mean is None else step.reward_mean
+        rewarded = math.isfinite(reward)
+        staleness = step.staleness_mean or 0.0
+        return cls(
+            first=step.step,
+            last=step.step,
+            steps=1,
+            version=step.version,
+            rewarded=int(rewarded),
+            reward_sum=reward if rewarded else 0.0,
+            reward_low=reward if rewarded else math.inf,
+            reward_high=reward if rewarded else -math.inf,
+            equal_rewards=step.reward_std == 0,
+            reward_failed=step.reward_failed,
+            reward_absent=step.reward_absent,
+            staleness_sum=staleness if math.isfinite(staleness) else 0.0,
+            staleness_max=step.staleness_max or 0.0,
+            tokens_generated=step.tokens_generated,
+            seconds=step.seconds or 0.0,
+            step_seconds=step.seconds or 0.0,
+        )
+
+    @property
+    def reward_mean(self) -> float:
+        """NaN where no step has a finite one."""
+        return self.reward_sum / self.rewarded if self.rewarded else math.nan
+
+    @property
+    def staleness_mean(self) -> float:
+        return self.staleness_sum / self.steps
+
+    @property
+    def middle(self) -> float:
+        """The version in the middle of it."""
+        return self.version - (self.last - self.first) / 2
+
+    def plus(self, later: Self) -> Self:
+        steps = self.steps + later.steps
+        # Each step is as likely, whatever a run does at every so many steps, such as a checkpoint.
+        draw = zlib.crc32(b"%d %d" % (self.first, later.last)) / 2**32
+        return dataclasses.replace(
+            later,
+            first=self.first,
+            steps=steps,
+            rewarded=self.rewarded + later.rewarded,
+            reward_sum=self.reward_sum + later.reward_sum,
+            reward_low=min(self.reward_low, later.reward_low),
+            reward_high=max(self.reward_high, later.reward_high),
+            equal_rewards=self.equal_rewards and later.equal_rewards,
+            reward_failed=self.reward_failed + later.reward_failed,
+            reward_absent=self.reward_absent + later.reward_absent,
+            staleness_sum=self.staleness_sum + later.staleness_sum,
+            staleness_max=max(self.staleness_max, later.staleness_max),
+            seconds=self.seconds + later.seconds,
+            step_seconds=later.step_seconds if draw * steps < later.steps else self.step_seconds,
+        )
+
+    def before(self, key: int) -> Self:
+        share = (key - self.first) / (self.last + 1 - self.first)
+        steps, rewarded = max(1, round(share * self.steps)), round(share * self.rewarded)
+        return dataclasses.replace(
+            self,
+            last=key - 1,
+            version=self.version - (self.last + 1 - key),
+            steps=steps,
+            rewarded=rewarded,
+            reward_sum=self.reward_mean * rewarded if rewarded else 0.0,
+            reward_failed=round(share * self.reward_failed),
+            reward_absent=round(share * self.reward_absent),
+            staleness_sum=self.staleness_mean * steps,
+            seconds=share * self.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPoint:
+    """One evaluation, or several that follow each other.
+
+    ``event`` is the first one; the sums are of all. ``engine_seconds``: as if each had taken a
+    whole engine.
+    """
+
+    first: int  # policy versions
+    last: int
+    event: EvaluationEvent
+    count: int
+    missed: int
+    answers: int
+    failed: int
+    absent: int
+    tokens: int
+    seconds: float
+    engine_seconds: float
+
+    @classmethod
+    def of(cls, event: EvaluationEvent) -> Self:
+        seconds = event.seconds or 0.0
+        return cls(
+            first=event.version,
+            last=event.version,
+            event=event,
+            count=1,
+            missed=event.missed,
+            answers=event.count + event.failed + event.absent,
+            failed=event.failed,
+            absent=event.absent,
+            tokens=event.tokens,
+            seconds=seconds,
+            engine_seconds=seconds * (event.share or 0.0),
+        )
+
+    def without_samples(self) -> Self:
+        return dataclasses.replace(self, event=dataclasses.replace(self.event, samples=()))
+
+    def plus(self, later: Self) -> Self:
+        return dataclasses.replace(
+            self,
+            last=later.last,
+            count=self.count + later.count,
+            missed=self.missed + later.missed,
+            answers=self.answers + later.answers,
+            failed=self.failed + later.failed,
+            absent=self.absent + later.absent,
+            tokens=self.tokens + later.tokens,
+            seconds=self.seconds + later.seconds,
+            engine_seconds=self.engine_seconds + later.engine_seconds,
+        )
+
+    def before(self, key: int) -> Self:
+        share = (key - self.first) / (self.last + 1 - self.first)
+        return dataclasses.replace(
+            self,
+            last=key - 1,
+            count=max(1, round(share * self.count)),
+            missed=round(share * self.missed),
+            answers=round(share * self.answers),
+            failed=round(share * self.failed),
+            absent=round(share * self.absent),
+            tokens=round(share * self.tokens),
+            seconds=share * self.seconds,
+            engine_seconds=share * self.engine_seconds,
+        )
 
 
 class Progress(RunTotals):
@@ -57,9 +220,9 @@ class Progress(RunTotals):
         self.running: float | None = None
         self.stepped: float | None = None
         self.now: float | None = None
-        self.made: dict[int, Made] = {}  # by step; a replayed step stands once
+        self.curve = Thinned[StepPoint]()  # of steps; one that is made again stands once
         self.last: StepEvent | None = None
-        self.evaluations: dict[int, EvaluationEvent] = {}  # by policy version; the first and the last with samples
+        self.evaluated = Thinned[EvaluationPoint]()  # by version; the first and the last with samples
         self.forecast: ForecastEvent | None = None  # the newest
         self.messages: deque[str] = deque(maxlen=MESSAGES)
 
@@ -74,14 +237,10 @@ class Progress(RunTotals):
                 if self.reason:
                     self.messages.append(f"{self.state}: {self.reason}")
             case StepEvent():
-                self.made[data.step] = Made(*(getattr(data, field.name) for field in dataclasses.fields(Made)))
-                if self.last is None or data.step >= self.last.step:
-                    self.last = data
+                self._add_step(data)
                 self.stepped = event.time
             case EvaluationEvent():
-                if len(self.evaluations) > 1 and (former := max(self.evaluations)) < data.version:
-                    self.evaluations[former] = dataclasses.replace(self.evaluations[former], samples=())
-                self.evaluations[data.version] = data
+                self._add_evaluation(data)
             case WorkerEvent(change="died", reason=reason) if reason:
                 self.messages.append(f"{data.worker} died: {reason}")
             case WorkerEvent(change="died" | "restarted"):
@@ -96,18 +255,39 @@ class Progress(RunTotals):
                 self.messages.append(data.reason)
         return data
 
+    def _add_step(self, step: StepEvent) -> None:
+        if self.last is not None and step.step <= self.last.step:  # it went on from a checkpoint
+            self.curve.remove_from(step.step)
+            self.evaluated.remove_from(step.step + 1)
+        self.curve.add(StepPoint.of(step))
+        self.last = step
+
+    def _add_evaluation(self, event: EvaluationEvent) -> None:
+        points, point = self.evaluated.points, EvaluationPoint.of(event)
+        if len(points) > 1 and points[-1].last < event.version:
+            points[-1] = points[-1].without_samples()
+        if points and points[0].first < event.version < points[-1].last:  # it comes late
+            point = point.without_samples()
+        self.evaluated.add(point)
+
     @property
     def ended(self) -> bool:
         return self.state in ENDED
 
     @property
-    def history(self) -> list[Made]:
-        """The steps in their order, in which they come."""
-        return list(self.made.values())
+    def history(self) -> list[StepPoint]:
+        """The steps in their order. In a long run most points are of several steps."""
+        return self.curve.points
 
-    def _recent(self, count: int) -> list[Made]:
+    @property
+    def evaluations(self) -> dict[int, EvaluationEvent]:
+        """Evaluations by policy version, in their order; of many, the first ones of several."""
+        return {point.first: point.event for point in self.evaluated.points}
+
+    def _recent(self, count: int) -> list[StepPoint]:
         """The last ``count`` steps, in their order."""
-        return list(itertools.islice(reversed(self.made.values()), count))[::-1]
+        single = itertools.takewhile(lambda point: point.steps == 1, reversed(self.history))
+        return list(itertools.islice(single, count))[::-1]
 
     @property
     def steps_done(self) -> int:
@@ -119,14 +299,23 @@ class Progress(RunTotals):
         return 0.0 if self.began is None or self.now is None else self.now - self.began
 
     @property
-    def step_seconds(self) -> list[float]:
-        """Seconds of each step but the first one, which waits for the start."""
-        return [step.seconds or 0.0 for step in self.history[1:]]
+    def stepping_seconds(self) -> float:
+        """Seconds of all steps but the first one, which waits for the start."""
+        return sum(point.seconds for point in self.history[1:])
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """Of all steps but the first one; of a long run, of one for each point. None before two."""
+        points = self.history[1:]
+        if not points:
+            return None
+        counts = [point.steps for point in points]
+        return weighted_median([point.step_seconds for point in points], counts)
 
     @property
     def seconds_left(self) -> float | None:
         """By the median of the last steps; None before there are two."""
-        timed = min(STEPS_OF_RATE, len(self.made) - 1)  # the first one waits for the start
+        timed = min(STEPS_OF_RATE, len(self.history) - 1)  # the first one waits for the start
         recent = [step.seconds or 0.0 for step in self._recent(max(0, timed))]
         return statistics.median(recent) * (self.steps - self.steps_done) if recent else None
 
@@ -155,8 +344,23 @@ class Progress(RunTotals):
         return max(found.items(), key=lambda one: one[1]) if found else None
 
     def rewards(self) -> list[float]:
-        """Mean rewards by step; NaN where one was not finite."""
-        return [math.nan if step.reward_mean is None else step.reward_mean for step in self.history]
+        """Mean rewards of the points of :attr:`history`; NaN where none was finite."""
+        return [point.reward_mean for point in self.history]
 
     def staleness_max(self) -> float:
-        return max((step.staleness_max or 0.0 for step in self.history), default=0.0)
+        return max((point.staleness_max for point in self.history), default=0.0)
+
+
+def weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
+    """The median of ``values``, each of them as often as its weight says.
+
+    >>> weighted_median([3.0, 1.0, 2.0], [1, 1, 2]), weighted_median([5.0, 1.0], [1, 3])
+    (2.0, 1.0)
+    """
+    pairs = sorted(zip(values, weights, strict=True))
+    positions = list(itertools.accumulate(weight for _, weight in pairs))
+    middle = positions[-1] // 2
+    upper = pairs[bisect.bisect_right(positions, middle)][0]
+    if positions[-1] % 2:
+        return upper
+    return (pairs[bisect.bisect_right(positions, middle - 1)][0] + upper) / 2

@@ -4,8 +4,10 @@
     requests, readers of streams, delays ──▶ counters ─────────────────────────┼──▶ text of GET /metrics
     the registry ──▶ runs by state ────────────────────────────────────────────┘
 
-Runs are followed from the first scrape on, and no longer when scrapes have stopped. Labels are bounded: runs that are active
-or ended a few minutes ago, with the stages and workers of their recipes.
+Runs are followed from the first scrape on, and no longer when scrapes have stopped. Labels are
+bounded: runs that are active, and the last ones that have ended until a few scrapes have their last
+numbers, with the stages and workers of their recipes. Prometheus marks a series that is gone as
+stale, and keeps what it has read.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from pipeline.first_of import cancel_all
 log = structlog.get_logger()
 
 STATES = ("created", "starting", "running", "paused", "stopping", *ENDED)
-KEPT_SECONDS = 300.0  # for which an ended run is still exposed, so that several scrapes get its last numbers
+# An ended run is still exposed to so many scrapes, of several servers perhaps, for so long at most;
+KEPT_SCRAPES, KEPT_SECONDS = 5, 300.0
+MOST_ENDED = 20  # of many that end at once, the newest ones
 UNSCRAPED_SECONDS = 300.0  # without a scrape, after which runs are no longer followed
 CATCH_UP_SECONDS = 5.0  # for which a scrape waits for the past events of new runs
 DURATIONS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
@@ -49,6 +53,7 @@ class RunListener:
         self.totals = RunTotals()
         self.totals.state = record.state
         self.ended: float | None = None  # when, on the monotonic clock
+        self.scrapes = 0  # since then
         self.dropped = False
 
     async def ready(self) -> None:
@@ -151,7 +156,18 @@ class Exposition(Collector):
         for record in active:
             if record.id in self._runs:
                 self._runs[record.id].totals.state = record.state  # the registry knows that of a run without a runner
+        self._drop_ended()
         return generate_latest(self._own) + generate_latest(self._server.registry)
+
+    def _drop_ended(self) -> None:
+        """Leave out the ended runs that were exposed often enough, and those beyond MOST_ENDED."""
+        ended = [(run.ended, run) for run in self._runs.values() if run.ended is not None]
+        ended.sort(key=lambda one: one[0], reverse=True)
+        for place, (_, run) in enumerate(ended):
+            if place >= MOST_ENDED or run.scrapes >= KEPT_SCRAPES:
+                del self._runs[run.run]
+                run.dropped = True
+            run.scrapes += 1
 
     async def close(self) -> None:
         await cancel_all(*self._following.values())

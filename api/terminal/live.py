@@ -6,6 +6,7 @@ Event ──▶ Progress ──▶ LiveView   redrawn four times a second by Ric
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -37,21 +38,26 @@ WIDE = 100  # columns from which a wider table is shown
 STARTING = "starting the workers (the first start of a model takes a while)"
 
 
-def mean(values: Sequence[float]) -> float:
-    """The mean of those of ``values`` that are finite; NaN where none is."""
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
+def weighted_mean(values: Sequence[float], counts: Sequence[int]) -> float:
+    """The mean of the finite ones of ``values``, each as often as its count says; NaN: of none."""
+    pairs = zip(values, counts, strict=True)
+    finite = [(value, count) for value, count in pairs if math.isfinite(value)]
+    if not finite:
+        return math.nan
+    return sum(value * count for value, count in finite) / sum(count for _, count in finite)
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
-    """``values`` as at most ``width`` bars between their least and greatest; more values are averaged in buckets.
+def sparkline(values: Sequence[float], width: int, counts: Sequence[int] = ()) -> str:
+    """``values`` as at most ``width`` bars between their least and greatest; more values are
+    averaged in buckets. ``counts``: for how many values each of them stands; default: one.
 
     >>> sparkline([0.0, 0.5, 1.0], width=8)
     '▁▅█'
+    >>> sparkline([0.0, 0.5, 1.0], width=2, counts=[8, 4, 4])
+    '▁█'
     """
     if len(values) > width:
-        edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
+        values = _averaged(values, counts or [1] * len(values), width)
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -59,6 +65,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
     top = len(SPARKS) - 1
     scale = top / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((v - low) * scale + 1e-9)] if math.isfinite(v) else " " for v in values)
+
+
+def _averaged(values: Sequence[float], counts: Sequence[int], width: int) -> list[float]:
+    """The means of ``values`` in ``width`` buckets of about as many counts; NaN where no value of
+    a bucket is finite."""
+    begins = list(itertools.accumulate(counts, initial=0))
+    edges = [bisect.bisect_left(begins, round(i * begins[-1] / width)) for i in range(width + 1)]
+    return [weighted_mean(values[a:b], counts[a:b]) for a, b in itertools.pairwise(edges)]
 
 
 def share_bar(shares: dict[str, float], width: int) -> Text:
@@ -158,7 +172,7 @@ def _header(progress: Progress) -> RenderableType:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     name = Text.assemble((progress.name, "bold"), "  ", (progress.state, STATE_STYLES.get(progress.state, "bold cyan")))
-    if progress.made or progress.state not in ("created", "starting"):
+    if progress.last or progress.state not in ("created", "starting"):
         name.append(f"  step {progress.steps_done}/{progress.steps}")
         left = "" if progress.ended else f", {duration(progress.seconds_left)} left"
         bar = ProgressBar(total=progress.steps, completed=progress.steps_done)
@@ -172,11 +186,13 @@ def _learning(progress: Progress, width: int) -> RenderableType:
     """Two columns of pairs: learning on the left, the flow of samples on the right."""
     step = progress.last
     measured = step.metrics if step else {}
-    rewards, rate = progress.rewards(), number(measured.get("learning_rate"), ".2g")
+    rate = number(measured.get("learning_rate"), ".2g")
     reward = Text(number(step and step.reward_mean, ".3f"), style="bold")
     if step:
         reward.append(f" ±{number(step.reward_std, '.2f')} ", style="dim")
-        reward.append(sparkline(rewards, 24 if width >= WIDE else 12), style="green")
+        counts = [point.steps for point in progress.history]
+        bars = sparkline(progress.rewards(), 24 if width >= WIDE else 12, counts)
+        reward.append(bars, style="green")
         reward.append(unscored(step.reward_failed, step.reward_absent))
     left = [
         ("reward", reward),
@@ -208,15 +224,15 @@ def _learning(progress: Progress, width: int) -> RenderableType:
 
 
 def _held_out(progress: Progress) -> Text:
-    if not progress.evaluations:
+    points = progress.evaluated.points
+    if not points:
         return Text("–")
-    first, last = min(progress.evaluations), max(progress.evaluations)
-    text = Text(number(progress.evaluations[first].reward_mean, ".3f"))
-    if last != first:
+    newest = points[-1].event
+    text = Text(number(points[0].event.reward_mean, ".3f"))
+    if len(points) > 1:
         text.append(" → ")
-        text.append(number(progress.evaluations[last].reward_mean, ".3f"), style="bold")
-    newest = progress.evaluations[last]
-    text.append(f"  v{last} greedy", style="dim")
+        text.append(number(newest.reward_mean, ".3f"), style="bold")
+    text.append(f"  v{newest.version} greedy", style="dim")
     return text.append(unscored(newest.failed, newest.absent))
 
 

@@ -7,6 +7,7 @@ The report is made from ``metrics.jsonl``, so a resumed run is reported as one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -20,7 +21,7 @@ from rich.table import Table
 
 from api.telemetry.progress import Progress
 from api.telemetry.totals import shares
-from api.terminal.live import duration, mean, number, unscored
+from api.terminal.live import duration, number, unscored
 from api.terminal.screen import pairs_table
 from orchestration.disk import replacing
 from orchestration.events_file import METRICS, finite, read_metrics
@@ -74,15 +75,17 @@ def write_report(out_dir: Path, recipe: Recipe, *, seconds: float, checkpoint: P
     written(SUMMARY, lambda path: path.write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8"))
     if progress.evaluations:
         written(SAMPLES, lambda path: path.write_text(samples_markdown(progress), encoding="utf-8"))
-    if progress.made:
+    if progress.last:
         written(PLOT, lambda path: write_plot(path, progress))
     return Report(summary, [*files, out_dir / METRICS], missing, _notes(progress))
 
 
 def _notes(progress: Progress) -> list[str]:
     """A remark when all rewards were equal: every advantage was 0 then, and the steps have trained nothing."""
-    rewards = set(progress.rewards())
-    if len(rewards) != 1 or any(step.reward_std != 0 for step in progress.history):
+    history = progress.history
+    rewards = {reward for point in history for reward in (point.reward_low, point.reward_high)}
+    are_equal = all(point.equal_rewards and point.rewarded == point.steps for point in history)
+    if len(rewards) != 1 or not are_equal:
         return []
     return [
         f"Every reward was {number(rewards.pop(), '.4g')}, in all {progress.steps_done} steps: there was nothing to learn "
@@ -106,12 +109,12 @@ def log_of(out_dir: Path, reason: str) -> Path | None:
 
 def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) -> dict[str, Any]:
     """The run in numbers, as ``summary.json`` keeps them."""
-    rewards, last = progress.rewards(), progress.last
-    compared = min(ENDS, -(-len(rewards) // 2))  # a short run's two ends must not be the same steps
+    history, rewards, last = progress.history, progress.rewards(), progress.last
+    steps = sum(point.steps for point in history)
+    compared = min(ENDS, -(-steps // 2))  # a short run's two ends must not be the same steps
     first, final = _mean(rewards[:compared]), _mean(rewards[len(rewards) - compared :])
-    evaluations = [progress.evaluations[version] for version in sorted(progress.evaluations)]
-    history = progress.history
-    stepping = sum(progress.step_seconds)
+    evaluations, stepping = progress.evaluated.points, progress.stepping_seconds
+    stale = math.fsum(point.staleness_sum for point in history)
     generated = last.tokens_generated - history[0].tokens_generated if last else 0
     speed = generated / stepping if stepping > 0 and generated > 0 else progress.tokens_per_second
     stage, share = progress.busiest(recent=False) or (None, None)
@@ -122,24 +125,24 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "steps": progress.steps_done,
         "steps_planned": progress.steps,
         "seconds": seconds,
-        "seconds_per_step": statistics.median(progress.step_seconds) if history[1:] else None,
+        "seconds_per_step": progress.median_step_seconds,
         "reward_first_steps": first,
         "reward_last_steps": final,
         "reward_gain": None if first is None or final is None else final - first,
         "reward_failed": sum(step.reward_failed for step in history),
         "reward_absent": sum(step.reward_absent for step in history),
         "steps_compared": compared,
-        "held_out_first": evaluations[0].reward_mean if evaluations else None,
-        "held_out_last": evaluations[-1].reward_mean if evaluations else None,
+        "held_out_first": evaluations[0].event.reward_mean if evaluations else None,
+        "held_out_last": evaluations[-1].event.reward_mean if evaluations else None,
         "evaluation": {
-            "count": len(evaluations),
-            "missed": sum(one.missed for one in evaluations),
-            "rows": sum(one.count + one.failed + one.absent for one in evaluations),
-            "failed": sum(one.failed for one in evaluations),
-            "absent": sum(one.absent for one in evaluations),
-            "tokens": sum(one.tokens for one in evaluations),
-            "seconds": sum(one.seconds or 0.0 for one in evaluations),
-            "engine_seconds": sum((one.seconds or 0.0) * (one.share or 0.0) for one in evaluations),
+            "count": sum(point.count for point in evaluations),
+            "missed": sum(point.missed for point in evaluations),
+            "rows": sum(point.answers for point in evaluations),
+            "failed": sum(point.failed for point in evaluations),
+            "absent": sum(point.absent for point in evaluations),
+            "tokens": sum(point.tokens for point in evaluations),
+            "seconds": sum(point.seconds for point in evaluations),
+            "engine_seconds": sum(point.engine_seconds for point in evaluations),
         },
         "samples": {name: getattr(progress.ledger, name, 0) for name in SAMPLES_COUNTED},
         **{f"tokens_{name}": tokens for name, tokens in progress.tokens.items()},
@@ -148,7 +151,7 @@ def summarize(progress: Progress, *, seconds: float, checkpoint: Path | None) ->
         "tokens_per_second_per_device": None if speed is None else speed / progress.devices,
         "busiest_stage": stage,
         "busiest_share": share,
-        "staleness_mean": _mean([step.staleness_mean or 0.0 for step in history]),
+        "staleness_mean": stale / steps if steps else None,
         "staleness_max": progress.staleness_max(),
         "staleness_bound": progress.bound,
         "restarts": progress.restarts,
@@ -336,39 +339,56 @@ def plan_table(recipe: Recipe, plan: Plan) -> Table:
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """Centred moving average over ``span`` values, fewer at the ends, without those that are not finite."""
-    half = span // 2
-    return [mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+    """Centred moving average over ``span`` values, fewer at the ends, without those that are not
+    finite. It is exact to the rounding of the sum of all values."""
+    half, is_finite = span // 2, [math.isfinite(value) for value in values]
+    summands = (value if ok else 0.0 for value, ok in zip(values, is_finite, strict=True))
+    sums = [0.0, *itertools.accumulate(summands)]
+    counts = [0, *itertools.accumulate(is_finite)]
+    averages: list[float] = []
+    for i in range(len(values)):
+        begin, end = max(0, i - half), min(len(values), i + half + 1)
+        count = counts[end] - counts[begin]
+        averages.append((sums[end] - sums[begin]) / count if count else math.nan)
+    return averages
 
 
 def write_plot(path: Path, progress: Progress) -> None:
-    """Reward above, staleness below, over optimizer steps. Raises ExtraMissing without matplotlib."""
+    """Reward above, staleness below, over optimizer steps. Of a long run each point is of several
+    steps: their mean reward with its range, their largest staleness. Raises ExtraMissing without
+    matplotlib."""
     with extra("quickstart"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
 
-    history, rewards = progress.history, progress.rewards()
-    steps = [step.version for step in history]
+    points, width = progress.curve.even(), progress.curve.width
+    steps, rewards = [point.middle for point in points], [point.reward_mean for point in points]
     figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     reward, stale = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
 
-    reward.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1, label="each step")
+    if width == 1:
+        reward.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1, label="each step")
+    else:
+        low = [point.reward_low if point.rewarded else math.nan for point in points]
+        high = [point.reward_high if point.rewarded else math.nan for point in points]
+        reward.fill_between(steps, low, high, color=BLUE, alpha=0.3, linewidth=0, label="each step")
     span = max(3, len(steps) // 12)
-    reward.plot(steps, smooth(rewards, span), color=BLUE, linewidth=2, label=f"mean of {span} steps")
-    if progress.evaluations:
-        versions = sorted(progress.evaluations)
-        scores = [progress.evaluations[version].reward_mean for version in versions]
+    of_span = f"mean of {span * width} steps"
+    reward.plot(steps, smooth(rewards, span), color=BLUE, linewidth=2, label=of_span)
+    if evaluations := progress.evaluations:
+        scores = [evaluation.reward_mean for evaluation in evaluations.values()]
         held_out = [math.nan if score is None else score for score in scores]
         style = {"color": ORANGE, "marker": "D", "linewidth": 1, "linestyle": "--", "markersize": 5}
-        reward.plot(versions, held_out, label="held out, greedy", **style)
+        reward.plot(list(evaluations), held_out, label="held out, greedy", **style)
     reward.set_ylabel("reward")
     reward.set_title(f"{progress.name}: {progress.state} after {progress.steps_done} steps", loc="left", fontsize=11)
     reward.legend(loc="best", frameon=False, fontsize=9)
 
-    stale.step(steps, [step.staleness_max for step in history], where="mid", color=GREEN, label="max of a step")
-    means = [step.staleness_mean or 0.0 for step in history]
+    largest = [point.staleness_max for point in points]
+    stale.step(steps, largest, where="mid", color=GREEN, label="max of a step")
+    means = [point.staleness_mean for point in points]
     stale.plot(steps, means, color=GREY, linewidth=1.5, linestyle=":", label="mean")
     stale.axhline(progress.bound, color=RED, linestyle="--", linewidth=1.2, label=f"bound η = {progress.bound}")
     stale.set_ylim(-0.1, max(progress.bound, progress.staleness_max()) + 0.6)
@@ -389,7 +409,8 @@ def write_plot(path: Path, progress: Progress) -> None:
 
 def samples_markdown(progress: Progress) -> str:
     """The same held-out prompts answered by the first and the last evaluated version, side by side."""
-    first, last = (progress.evaluations[pick(progress.evaluations)] for pick in (min, max))
+    evaluations = progress.evaluated.points
+    first, last = evaluations[0].event, evaluations[-1].event
     after = {sample.prompt: sample for sample in last.samples}
     lines = [
         f"# {progress.name}: held-out prompts before and after",

@@ -124,7 +124,8 @@ class Guard:
             jumps = bool(rewards.values) and abs(rewards.deviations(reward, 1e-3)) > JUMP
             judged = usual**groups < (CHANCE_OF_JUMP if jumps else CHANCE)
             reason = f"in all {groups} groups, where {usual:.0%} of them are usual; the mean reward is {_shown(reward)}"
-        if share == 1 and len(window.values) == self._steps == WARM_UP - 1 and min(window.values) == 1:
+        is_first = self._steps == WARM_UP - 1 and step < 2 * WARM_UP  # a few may have been skipped
+        if share == 1 and is_first and len(window.values) == WARM_UP - 1 and min(window.values) == 1:
             judged, reason = True, f"in all groups of the first {WARM_UP} steps; the mean reward is {_shown(reward)}"
         lasts = share == 1 and CONSTANT.metric in self._alarmed
         yield from self._changed(judged or lasts, CONSTANT, step, share, usual, 1.0, f"rewards are equal {reason}")

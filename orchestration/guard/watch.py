@@ -5,19 +5,23 @@ worker's events, and those of external trainers.
       (the run's stream)                            pause: running ─▶ paused, with the reason
                                                     fail: GuardFailed, and the run with it
 
-How far events were judged is kept in the index. A supervisor that takes the run over builds the windows again from the
-events before that place, without alarms, and goes on behind it.
+How far events were judged is kept in the index. A supervisor that takes the run over, or resumes
+it, makes the windows again from the last events before that place, without alarms, and goes on
+behind it (:mod:`orchestration.guard.past`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal
 
 import structlog
 
+from orchestration.events_file import METRICS
 from orchestration.guard.guard import Guard, GuardOptions
+from orchestration.guard.past import KINDS, Past, read_past
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.schema import Recipe
 from pipeline.events import AlarmEvent, Event, EventData, order
@@ -26,7 +30,7 @@ from pipeline.index.client import Index
 log = structlog.get_logger()
 
 JUDGED = "guard:judged"  # a document of the run: the id of the last event that was judged
-KINDS = ("step", "sync", "alarm")
+WINDOWS = 4  # windows of steps that are read again: not every step has every metric
 STATE_SECONDS = 10.0
 
 
@@ -52,10 +56,17 @@ def options_of(recipe: Recipe) -> GuardOptions:
 
 
 class GuardWatch:
-    """The guard of the run in ``index``. Call :meth:`begin` before the run's first events, then :meth:`run`."""
+    """The guard of the run in ``index``. Call :meth:`begin` before the run's first events, then
+    :meth:`run`. ``folder``: of the run, with the events from before it was resumed."""
 
-    def __init__(self, index: Index, guard: Guard, on_alarm: Literal["warn", "pause", "fail"]) -> None:
-        self.index, self.guard, self.on_alarm = index, guard, on_alarm
+    def __init__(
+        self,
+        index: Index,
+        guard: Guard,
+        on_alarm: Literal["warn", "pause", "fail"],
+        folder: Path | None = None,
+    ) -> None:
+        self.index, self.guard, self.on_alarm, self.folder = index, guard, on_alarm, folder
         self._after = "0"
         self._judged = (0, 0)
         self._taking = asyncio.Lock()
@@ -66,13 +77,39 @@ class GuardWatch:
         raised before."""
         for metric, reason in self.guard.options.constants.items():
             log.warning("not judged", metric=metric, reason=reason)
-        self._judged = order(await self.index.get(JUDGED) or "0")
-        past = self._after
-        while events := await self.index.past_events(past):
-            past = events[-1].id
-            later = (event.data for event in events if event.kind == "alarm" and order(event.id) > self._judged)
-            self._emitted |= {(data["metric"], data["step"]) for data in later}
+        past, last = await self._past()
+        for event in past.events:
+            if event.kind == "alarm" and order(event.id) > self._judged:
+                self._emitted.add((event.data["metric"], event.data["step"]))
+        await self._take(past.events)
+        self._after = last  # behind events of steps that are made again
         await self.catch_up()
+
+    async def _past(self) -> tuple[Past, str]:
+        """What the run stands on: its last recorded events up to the one that was judged last, and
+        what the index has behind them; and the id of the last event that was read."""
+        steps = WINDOWS * self.guard.options.window
+        recorded = list[Event]()
+        if self.folder is not None:
+            recorded = await asyncio.to_thread(read_past, self.folder / METRICS, steps)
+        oldest, newest = await self.index.event_ends()
+        judged = await self.index.get(JUDGED)
+        if judged is None:  # what is older than this index was judged before the run was resumed
+            ids = [event.id for event in recorded]
+            older = [each for each in ids if newest == "0" or order(each) < order(oldest)]
+            judged = max(older, key=order, default="0")
+        self._judged = order(judged)
+        past = Past(steps, judged)
+        last = "0"
+        for event in recorded:
+            if order(event.id) <= self._judged:
+                past.add(event)
+                last = event.id
+        while events := await self.index.past_events(last):
+            last = events[-1].id
+            for event in events:
+                past.add(event)
+        return past, last
 
     async def run(self) -> None:
         """Judge events as they come, without end. Raises GuardFailed."""
@@ -84,7 +121,7 @@ class GuardWatch:
         while events := await self.index.past_events(self._after):
             await self._take(events)
 
-    async def _take(self, events: Sequence[Event]) -> None:
+    async def _take(self, events: Iterable[Event]) -> None:
         async with self._taking:  # `run` and `catch_up` may have read the same events
             new = [event for event in events if order(event.id) > order(self._after)]
             for event in new:

@@ -100,7 +100,7 @@ class _Group:
 
 class Supervisor:
     """Runs the workers of ``recipe`` until the work is done, ``stop`` is set, or it cannot go on. ``begins``: optimizer
-    steps that were made before; ``folder``: of the run, with its samples; None: nothing is forecast."""
+    steps that were made before; ``folder``: of the run, with what it has recorded; None: nothing is forecast."""
 
     def __init__(
         self, index: Index, launcher: Launcher, recipe: Recipe, *, begins: int, folder: Path | None = None
@@ -108,7 +108,7 @@ class Supervisor:
         self.index, self.launcher, self.recipe, self.launch = index, launcher, recipe, recipe.launch
         self.folder = folder
         self.workers, self.begins, self.restarts = workers_of(recipe), begins, 0
-        self.guard = GuardWatch(index, Guard(options_of(recipe)), recipe.guard.on_alarm)
+        self.guard = GuardWatch(index, Guard(options_of(recipe)), recipe.guard.on_alarm, folder)
         self._groups: dict[Worker, _Group] = {}  # by their first workers
         self._liveness = Liveness(index, recipe.launch, self._record_unplaced)
         self._tasks: list[asyncio.Task[Any]] = []

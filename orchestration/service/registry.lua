@@ -22,7 +22,7 @@
 
 local GAP, KEPT = 2500, 1000  -- ms between two calls that count as time, and between two records of the time
 local KEY_SECONDS = 86400
-local SCAN = 1000  -- runs looked at in one call
+local SCAN = 250  -- runs looked at in one call, during which the server does nothing else
 
 local function call(...) return redis.call(...) end
 local function wake(all) call('XADD', all .. 'wake:runs', 'MAXLEN', 1, '*', 'x', 1) end
@@ -111,25 +111,47 @@ end)
 
 define('get', function(all, a) return describe(all, a.run) end)
 
+-- The SCAN newest runs behind number `after`, each as {run, number}; → and the number of the oldest one behind it.
+local function newest(all, after)
+  local out, below = {}, after == '' and '+inf' or '(' .. after
+  local found = call('ZREVRANGEBYSCORE', all .. 'order', below, '-inf', 'WITHSCORES', 'LIMIT', 0, SCAN)
+  for i = 1, #found, 2 do out[#out + 1] = { found[i], tonumber(found[i + 1]) } end
+  return out, tonumber(call('ZRANGE', all .. 'order', 0, 0, 'WITHSCORES')[2])
+end
+
+-- The same of the runs that wait or are active, which are few.
+local function newest_of(all, phase, after)
+  local out = {}
+  for _, id in ipairs(call('ZRANGE', all .. phase, 0, -1)) do
+    local number = tonumber(call('ZSCORE', all .. 'order', id))
+    if number and (after == '' or number < tonumber(after)) then out[#out + 1] = { id, number } end
+  end
+  table.sort(out, function(one, other) return one[2] > other[2] end)
+  return out, out[#out] and out[#out][2]
+end
+
 -- {phase, state, name, owner, after, limit} → {runs, next}: newest first, those behind number `after`; `state` is asked of
 -- those that have ended. There may be more when `next` is not empty, even if fewer than `limit` were found.
 define('list', function(all, a)
-  local out, last = {}, ''
-  local found = call('ZREVRANGEBYSCORE', all .. 'order', a.after == '' and '+inf' or '(' .. a.after, '-inf', 'WITHSCORES', 'LIMIT', 0, SCAN)
-  for i = 1, #found, 2 do
-    local known = call('HMGET', all .. 'run:' .. found[i], 'phase', 'state', 'name', 'owner')
+  local out, last, found, oldest = {}, nil, nil, nil
+  if a.phase == 'waiting' or a.phase == 'active' then
+    found, oldest = newest_of(all, a.phase, a.after)
+  else
+    found, oldest = newest(all, a.after)
+  end
+  for i = 1, math.min(#found, SCAN) do
+    local id = found[i][1]
+    local known = call('HMGET', all .. 'run:' .. id, 'phase', 'state', 'name', 'owner')
     local phase = known[1]
-    last = string.format('%d', found[i + 1])
+    last = found[i][2]
     if (a.phase == '' or phase == 'active' or phase == a.phase) and (a.state == '' or phase ~= 'ended' or known[2] == a.state)
       and (a.name == '' or string.find(string.lower(known[3]), string.lower(a.name), 1, true))
       and (a.owner == '' or known[4] == a.owner) then
-      out[#out + 1] = describe(all, found[i])
+      out[#out + 1] = describe(all, id)
       if #out == a.limit then break end
     end
   end
-  local oldest = call('ZRANGE', all .. 'order', 0, 0, 'WITHSCORES')[2]
-  if not oldest or last == '' or tonumber(last) <= tonumber(oldest) then last = '' end
-  return { runs = out, next = last }
+  return { runs = out, next = last and last > oldest and string.format('%d', last) or '' }
 end)
 
 -- → run → folder, of the waiting runs that go on from the checkpoints there

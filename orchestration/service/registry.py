@@ -33,6 +33,7 @@ SETTLE_SECONDS = 10.0  # between the last state of a run and its entry in the li
 CHECKPOINT_ASKED = "checkpoint:asked"  # document of a run: the latest request; done when CHECKPOINT_WRITTEN equals it
 CHECKPOINT_WRITTEN = "checkpoint:written"
 CHECKPOINT_REPORTED = "checkpoint:told"  # document of a run: the newest version with an emitted `checkpoint` event
+LIST_CALLS = 20  # of the index for one page of the list: 250 runs are looked at in each
 Page = tuple[list["RunRecord"], str]
 _LIST = "@runs"  # in keys, in place of a run's id, which cannot begin with @
 _TOPIC = "runs"
@@ -159,19 +160,23 @@ class Registry:
         return (await self._records([found]))[0]
 
     async def list(self, *, state: str = "", name: str = "", owner: str = "", after: str = "", limit: int = 50) -> Page:
-        """Return runs, newest first, and the cursor of the next page ("": there is none). ``name``: part of the name, in any
-        case; ``after``: a cursor. Raises ValueError for an invalid cursor."""
+        """Return runs, newest first, and the cursor of the next page ("": there is none).
+
+        ``name``: part of the name, in any case; ``after``: a cursor. Looks at some thousand runs at
+        most: a page may hold fewer than ``limit``, or none, and not be the last one. Raises
+        ValueError for an invalid cursor.
+        """
         if after and not (after.isascii() and after.isdigit()):
             raise ValueError(f"after: {after!r} is not a cursor; give one that an earlier page ended with, or none")
         phase = "" if not state else "waiting" if state == "created" else "ended" if state in ENDED else "active"
         wanted = {"phase": phase, "state": state if phase == "ended" else "", "name": name, "owner": owner}
         out: list[RunRecord] = []
-        while len(out) < limit:
+        for _ in range(LIST_CALLS):
             reply = await self._call("list", **wanted, after=after, limit=limit - len(out))
             after = reply["next"]
             found = await self._records(list(reply["runs"] or ()))
             out += [record for record in found if state in ("", record.state)]
-            if not after:
+            if not after or len(out) >= limit:
                 break
         return out, after
 

@@ -168,11 +168,12 @@ class Service:
         return web.json_response(self.keys[key], status=201 if made else 200)
 
     async def _list(self, request: web.Request) -> web.Response:
+        """A page looks at ``limit`` runs: with a filter it may hold fewer, or none."""
         query = request.query
-        found = [run for run in self.runs if query.get("state", "") in ("", run["state"])]
         begin, limit = int(query.get("after", 0)), int(query.get("limit", 50))
-        more = len(found) > begin + limit
-        return web.json_response({"runs": found[begin : begin + limit], "next": str(begin + limit) if more else ""})
+        end, state = begin + limit, query.get("state", "")
+        page = [run for run in self.runs[begin:end] if state in ("", run["state"])]
+        return web.json_response({"runs": page, "next": str(end) if len(self.runs) > end else ""})
 
     async def _one(self, request: web.Request) -> web.Response:
         return web.json_response(self._run(request))

@@ -33,7 +33,6 @@ export class Runs {
 
   async load() {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => !document.hidden && this.load(), SECONDS * 1000);
     const asked = (this.asked += 1);
     const { name, state } = Object.fromEntries(new FormData(this.filter));
     try {
@@ -50,6 +49,8 @@ export class Runs {
       if (asked !== this.asked) return;
       this.note.hidden = false;
       say(this.note, problem.message);
+    } finally {
+      if (asked === this.asked) this.timer = setTimeout(() => !document.hidden && this.load(), SECONDS * 1000);
     }
   }
 

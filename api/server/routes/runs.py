@@ -230,6 +230,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
             stages=[], warehouses=[], hosts=[], published=0, trained=0, gate=gate, flow={}, alarms=[], **nothing
         )
     counts = dataclasses.asdict(ledger)
+    del counts["version"]  # it is `trained` beside it
     dropped = {name: counts.pop(name) for name in DROPPED}
     status = await service.run_statuses.of(index)
     return StagesView(
@@ -295,9 +296,9 @@ async def get_logs(service: Service, path: RunPath, query: LogsQuery) -> str:
 
 
 async def _refuse_full_queue(service: Service) -> None:
-    waiting, _ = await service.registry.list(state="created", limit=1)
-    if waiting and (waiting[0].position or 0) >= service.settings.max_waiting:
-        detail = f"There are {waiting[0].position} runs in the queue, as many as it takes."
+    waiting = (await service.registry.counts())["created"]
+    if waiting >= service.settings.max_waiting:
+        detail = f"There are {waiting} runs in the queue, as many as it takes."
         raise HTTPProblem(429, detail, kind="queue-full", fix="submit it again later", headers={"Retry-After": "60"})
 
 

@@ -154,6 +154,7 @@ define('ledger', function(run, a) return ledger(run) end, true)
 define('ledger_event', function(run, a)
   local out = ledger(run)
   out.dropped, out.dropped_tokens = dropped(run)
+  out.version = value(run, 'trained')
   return out
 end, true)
 

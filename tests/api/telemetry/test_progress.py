@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import tracemalloc
+import io
+import pickle
+import random
 from collections.abc import Iterator
+from statistics import fmean, median
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
-from api.telemetry.progress import Progress
+from api.telemetry.progress import Progress, weighted_median
+from api.telemetry.thinned import MOST
 from api.telemetry.totals import SHARES, shares
+from api.terminal.live import LiveView, plain_line, sparkline
+from api.terminal.report import summarize
 from pipeline.events import Event
 from tests.api import scripted
 
@@ -71,22 +81,115 @@ def test_the_totals_of_a_restarted_worker_go_on() -> None:
     assert (worker.totals["wall"], worker.totals["rows"], worker.latest.rows) == (52.0, 1006, 6)
 
 
-def test_a_run_of_weeks_takes_little_memory() -> None:
-    """What is kept grows by some hundred bytes a step, and by no answers of an evaluation."""
-    answer = "a long answer " * 10_000
-
-    def events(first: int, last: int) -> Iterator[Event]:
-        for number in range(first, last):
-            yield scripted.step(number, groups=list(range(64)))
-            if number % 10 == 0:
-                yield scripted.evaluation(10 + 2 * number, number, 0.5, f"{number} {answer}")
-
-    progress = applied(*events(0, 500))
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    for event in events(500, 1500):
+def of_length(steps: int, every: int = 10, **changes: Any) -> Progress:
+    progress = Progress("scripted", scripted.STEPS, scripted.BOUND)
+    for event in events_of(range(steps), every, **changes):
         progress.apply(event)
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert len(progress.rewards()) == progress.steps_done == 1500
-    assert grown < 1000 * 700, grown
+    return progress
+
+
+def events_of(steps: range, every: int = 10, **changes: Any) -> Iterator[Event]:
+    """Steps, with an evaluation at ``every`` so many."""
+    answer = "a long answer " * 1000
+    for number in steps:
+        yield scripted.step(number, groups=list(range(64)), **changes)
+        if number % every == 0:
+            yield scripted.evaluation(10 + 2 * number, number, 0.5, f"{number} {answer}")
+
+
+def test_a_run_of_weeks_takes_no_more_memory_than_one_of_a_thousand_steps() -> None:
+    short, long = of_length(1000, every=1), of_length(50_000)
+    assert (short.steps_done, long.steps_done) == (1000, 50_000)
+    assert len(long.history) <= MOST
+    assert len(long.evaluations) <= MOST
+    kept = {progress: len(pickle.dumps(vars(progress))) for progress in (short, long)}
+    assert kept[long] <= kept[short], kept
+
+
+class Counting(list[Any]):
+    """A list that counts how many of its items are read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            Counting.read += 1
+            yield item
+
+    def __reversed__(self) -> Iterator[Any]:
+        for item in super().__reversed__():
+            Counting.read += 1
+            yield item
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        Counting.read += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def test_a_redraw_reads_as_much_of_a_run_of_weeks_as_of_a_short_one() -> None:
+    console = Console(width=120, file=io.StringIO(), force_terminal=True)
+    reads = []
+    for steps in (1000, 50_000):
+        progress = of_length(steps)
+        progress.curve.points = Counting(progress.curve.points)
+        progress.evaluated.points = Counting(progress.evaluated.points)
+        Counting.read = 0
+        console.print(LiveView(progress, console).render())
+        plain_line(progress, scripted.step(steps - 1))
+        reads.append(Counting.read)
+    assert 0 < reads[1] <= reads[0] <= 4 * MOST, reads
+
+
+def test_what_a_long_run_is_reported_as_is_what_it_did() -> None:
+    choose, length = random.Random(3), 20_000
+    rewards = [choose.random() for _ in range(length)]
+    stale = [choose.randrange(3) for _ in range(length)]
+    # A step with a checkpoint takes longer: a sample of every so many steps may be of these alone.
+    seconds = [choose.uniform(1.9, 2.1) + (60.0 if n % 64 == 0 else 0.0) for n in range(length)]
+    progress = applied(
+        *(
+            scripted.step(
+                n,
+                reward_mean=rewards[n],
+                reward_failed=n % 3,
+                staleness_mean=stale[n],
+                seconds=seconds[n],
+            )
+            for n in range(length)
+        )
+    )
+    summary = summarize(progress, seconds=1.0, checkpoint=None)
+    assert summary["steps"] == length
+    assert summary["reward_first_steps"] == pytest.approx(fmean(rewards[:5]), abs=1e-12)
+    assert summary["reward_last_steps"] == pytest.approx(fmean(rewards[-5:]), abs=1e-12)
+    assert summary["reward_failed"] == sum(n % 3 for n in range(length))
+    assert summary["staleness_mean"] == pytest.approx(fmean(stale))
+    assert summary["staleness_max"] == scripted.BOUND
+    assert summary["tokens_per_second"] == pytest.approx(500 * (length - 1) / sum(seconds[1:]))
+    assert summary["seconds_per_step"] == pytest.approx(median(seconds[1:]), rel=0.02)
+    for point in progress.history:
+        assert point.reward_low == min(rewards[point.first : point.last + 1])
+        assert point.reward_high == max(rewards[point.first : point.last + 1])
+        assert point.reward_mean == pytest.approx(fmean(rewards[point.first : point.last + 1]))
+
+
+def test_steps_that_are_made_again_from_an_older_checkpoint_stand_once() -> None:
+    progress = of_length(5000, reward_mean=0.0, reward_failed=1)
+    for event in events_of(range(1000, 2000), reward_mean=1.0, reward_failed=0):
+        progress.apply(event)
+    summary = summarize(progress, seconds=1.0, checkpoint=None)
+    assert (summary["steps"], summary["reward_failed"]) == (2000, 1000)
+    assert summary["reward_last_steps"] == 1.0
+    assert list(progress.evaluations)[-1] == 1990
+    assert summary["evaluation"]["count"] == 200
+    assert progress.seconds_left == 2.0 * (scripted.STEPS - 2000)
+    bars = sparkline(progress.rewards(), 24, [point.steps for point in progress.history])
+    assert bars == "▁" * 12 + "█" * 12
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5)), min_size=1))
+def test_a_weighted_median_is_that_of_as_many_values(pairs: list[tuple[float, int]]) -> None:
+    values, weights = zip(*pairs, strict=True)
+    repeated = [value for value, weight in pairs for _ in range(weight)]
+    assert weighted_median(values, weights) == median(repeated)

@@ -8,11 +8,15 @@ import math
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from api.terminal.report import smooth, summary_table, write_report
+from api.telemetry.progress import Progress
+from api.terminal.report import smooth, summary_table, write_plot, write_report
 from orchestration.events_file import METRICS, MetricsFile, read_metrics
 from pipeline.events import Event
 from tests.api import scripted
@@ -143,3 +147,52 @@ def test_a_run_that_never_stepped_has_a_summary(tmp_path: Path) -> None:
 def test_smoothing_keeps_length_and_level() -> None:
     assert smooth([2.0] * 7, 3) == [2.0] * 7
     assert smooth([0.0, 3.0, 6.0], 3) == [1.5, 3.0, 4.5]
+
+
+def test_smoothing_takes_as_many_operations_as_values() -> None:
+    operations = 0
+
+    class Value(float):
+        def __add__(self, other: float) -> Value:
+            nonlocal operations
+            operations += 1
+            return Value(float(self) + other)
+
+        __radd__ = __add__
+
+    counts = []
+    for length in (1000, 4000):
+        operations = 0
+        smooth([Value(1.0)] * length, length // 12)
+        counts.append(operations)
+    assert counts == [1998, 7998]
+
+
+@given(values=st.lists(st.floats(-5, 5) | st.just(math.nan), max_size=60), span=st.integers(3, 20))
+def test_smoothing_is_a_mean_of_the_values_around(values: list[float], span: int) -> None:
+    half = span // 2
+    for i, average in enumerate(smooth(values, span)):
+        window = values[max(0, i - half) : i + half + 1]
+        around = [value for value in window if math.isfinite(value)]
+        expected = sum(around) / len(around) if around else math.nan
+        assert average == pytest.approx(expected, abs=1e-9, nan_ok=True)
+
+
+def test_the_plot_of_a_long_run_shows_all_of_its_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = list[Any]()
+    savefig = "matplotlib.figure.Figure.savefig"
+    monkeypatch.setattr(savefig, lambda figure, path: figures.append(figure))
+    progress = Progress("long", 30_000, 2)
+    for number in range(30_000):
+        reward = 9.0 if number == 12_345 else number / 30_000
+        stale = 7.0 if number == 20_000 else 1.0
+        progress.apply(scripted.step(number, reward_mean=reward, staleness_max=stale))
+    write_plot(tmp_path / "reward.png", progress)
+    reward, staleness = figures[0].axes
+    (band,) = reward.collections
+    assert band.get_paths()[0].vertices[:, 1].max() == 9.0
+    (average,) = reward.lines
+    assert 200 < len(average.get_xdata()) <= 1024
+    assert average.get_ydata()[-1] == pytest.approx(1, abs=0.05)
+    assert average.get_xdata()[-1] == pytest.approx(30_000, abs=100)
+    assert max(staleness.lines[0].get_ydata()) == 7.0

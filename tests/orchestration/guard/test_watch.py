@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from benchmarks import faults
+from orchestration.events_file import METRICS, MetricsFile, read_metrics
+from orchestration.guard import past
 from orchestration.guard.guard import Guard, GuardOptions
-from orchestration.guard.watch import GuardFailed, GuardWatch
+from orchestration.guard.watch import JUDGED, GuardFailed, GuardWatch
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.builders import rollout as builder
 from orchestration.run.run import Run
-from pipeline.events import AlarmEvent
+from pipeline.events import AlarmEvent, Event, StepEvent, WorkerEvent
 from pipeline.index.client import Index
 from tests.orchestration.guard.test_guard import step
 from tests.orchestration.runs import MOCK, TINY, complete, executing, recipe
@@ -74,8 +77,8 @@ async def test_the_alarm_of_the_last_step_counts(tmp_path: Path) -> None:
     assert (result.state, result.reason[:14]) == ("failed", "guard: step 7:")
 
 
-def watch(index: Index, on_alarm: Any = "warn") -> GuardWatch:
-    return GuardWatch(index, Guard(GuardOptions(gap_limit=2e-4)), on_alarm)
+def watch(index: Index, on_alarm: Any = "warn", folder: Path | None = None) -> GuardWatch:
+    return GuardWatch(index, Guard(GuardOptions(gap_limit=2e-4)), on_alarm, folder)
 
 
 async def alarms_in(index: Index) -> list[tuple[str, int]]:
@@ -123,6 +126,149 @@ async def test_an_alarm_of_a_worker_acts_as_the_guards_own(index: Index) -> None
     with pytest.raises(GuardFailed, match=r"guard: step 3: it differs\. there"):
         await asyncio.wait_for(running, 10)
     await watch(index, "fail").begin()  # a successor does not fail of it again
+
+
+def recorded(path: Path, steps: Iterable[StepEvent], first_id: int = 1) -> Path:
+    """A file of events with ``steps``, each with an id of its number behind ``first_id``."""
+    with MetricsFile(path) as file:
+        for number, data in enumerate(steps, start=first_id):
+            file.event(Event(f"{number}-0", float(number), "step", data.wire()))
+            noise = {"worker": "rollout-0", "stage": "rollout", "wall": float(number)}
+            file.event(Event(f"{number}-1", float(number), "stage", noise))
+    return path
+
+
+def windows(guard: Guard) -> dict[str, list[float]]:
+    return {name: list(window.values) for name, window in guard._windows.items()}
+
+
+def about(guard: Guard) -> dict[str, Any]:
+    """Its windows, but for the rounding of a file."""
+    return {name: pytest.approx(values, rel=1e-5) for name, values in windows(guard).items()}
+
+
+def after(steps: Iterable[StepEvent]) -> Guard:
+    """A guard that has judged ``steps`` itself."""
+    guard = Guard(GuardOptions(gap_limit=2e-4))
+    for data in steps:
+        guard.observe(data)
+    return guard
+
+
+async def test_a_resumed_run_goes_on_with_the_windows_of_its_steps(index: Index, tmp_path: Path) -> None:
+    """Its index is a new one: what was before is in its file alone, of which only the end is read."""
+    sizes, events = list[int](), list[Event]()
+    steps = [step(number, entropy=0.1 if number < 5000 else 3.0) for number in range(6000)]
+    recorded(tmp_path / METRICS, steps)
+    await index.emit(WorkerEvent(stage="rollout", worker="rollout-0", change="started"))
+
+    def read(path: Path, last_bytes: int) -> Iterator[Event]:
+        sizes.append(last_bytes)
+        for event in read_metrics(path, last_bytes):
+            events.append(event)
+            yield event
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(past, "read_metrics", read)
+        resumed = watch(index, "fail", tmp_path)
+        await resumed.begin()
+    assert sizes == [past.READ_BYTES[0]]
+    assert sum(event.kind == "step" for event in events) < 5000
+    assert windows(resumed.guard) == about(after(steps))
+    assert await alarms_in(index) == []
+    await index.emit(step(6000, entropy=0.1))
+    with pytest.raises(GuardFailed, match="guard: step 6000: entropy"):
+        await resumed.catch_up()
+
+
+async def test_a_run_that_another_runner_takes_over_keeps_its_windows(index: Index, tmp_path: Path) -> None:
+    """Its index has forgotten the older events, and its file lags behind."""
+    steps = [step(number) for number in range(60)]
+    file = recorded(tmp_path / METRICS, steps[:50])
+    (tmp_path / "same").mkdir()
+    for data in steps[30:]:
+        await index.emit(data)
+    events = await index.past_events(count=100)
+    with MetricsFile(tmp_path / "same" / METRICS) as same:  # as it is written: with the ids of the index
+        for event in read_metrics(file):
+            if event.kind == "step" and event.data["step"] < 30:
+                same.event(event)
+        for event in events[:20]:
+            same.event(event)
+    await index.put(JUDGED, events[25].id)
+    taken_over = watch(index, "warn", tmp_path / "same")
+    await taken_over.begin()
+    assert windows(taken_over.guard) == about(after(steps))
+    assert await index.get(JUDGED) == events[-1].id
+
+
+@pytest.mark.parametrize("in_file", ["removed steps", "none of them", "nothing"])
+async def test_a_run_that_was_rewound_forgets_the_steps_that_it_makes_again(
+    index: Index, tmp_path: Path, in_file: str
+) -> None:
+    steps = [step(number, entropy=3.0 if number < 20 else 0.5) for number in range(30)]
+    for data in steps:
+        await index.emit(data)
+    first = watch(index)
+    await first.begin()
+    (alarm,) = await alarms_in(index)
+    assert alarm == ("entropy", 20)
+    await index.emit(WorkerEvent(stage="runner", worker="runner-0", change="rewound", version=20, reason="lost"))
+    with MetricsFile(tmp_path / METRICS) as file:
+        for event in await index.past_events(count=100):
+            if in_file == "none of them" or event.kind != "worker":
+                file.event(event)
+    rewound = watch(index, "warn", None if in_file == "nothing" else tmp_path)
+    await rewound.begin()
+    assert windows(rewound.guard) == about(after(steps[:20]))
+    await index.emit(step(20, entropy=0.5))
+    await rewound.catch_up()
+    assert await alarms_in(index) == [alarm, alarm], "it is unusual again"
+
+
+async def test_a_file_of_any_origin_starts_no_alarm_and_ends_no_run(index: Index, tmp_path: Path) -> None:
+    lines = ['{"id": "1-0", "time": 1, "kind": "step", "data": {"step": 7}}', "torn", '{"id": 3}', ""]
+    (tmp_path / METRICS).write_text("\n".join(lines))
+    strange = watch(index, "fail", tmp_path)
+    await strange.begin()
+    assert windows(strange.guard) == {}
+    await watch(index, "fail", tmp_path / "missing").begin()
+
+
+async def test_a_task_that_is_solved_raises_no_alarm_after_a_resume(tmp_path: Path) -> None:
+    SCORED.clear()
+    changes = {
+        **EQUAL,
+        "reward__functions": [{"name": "tests.orchestration.guard.test_watch:more_and_more_solved"}],
+        "guard__on_alarm": "pause",
+        "checkpoint__every": 4,
+    }
+    of = recipe(MOCK, **{**changes, "train__steps": 24})
+    watched, result = await complete(Run.create(of, tmp_path / "run"))
+    assert (result.state, watched.of("alarm")) == ("finished", [])
+    assert [step["equal_groups"] for step in watched.of("step")][-8:] == [1.0] * 8
+    with MetricsFile(tmp_path / "run" / METRICS) as file:
+        for event in watched.events:
+            file.event(event)
+    resumed = Run.resume(tmp_path / "run", ["train.steps=40"])
+    resumed.last_event = file.last
+    async with asyncio.timeout(120):
+        watched, result = await complete(resumed)
+    assert (result.state, watched.of("alarm")) == ("finished", [])
+    assert [step["step"] for step in watched.of("step")] == list(range(24, 40))
+
+
+SCORED = list[int]()  # rows that were scored, by call
+
+
+def more_and_more_solved(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Every second prompt is solved at first, and later all of them."""
+    SCORED.append(len(prompts))
+    is_early = sum(SCORED) < 12 * 4 * 4
+    return [
+        0.5 + (hash(completion) % 7 - 3) / 100 if is_early and hash(prompt) % 2 else 0.5
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
 
 
 FAULTS = "benchmarks.faults:engine"

@@ -22,7 +22,7 @@ from orchestration.run.engines import rollout_engine, train_engine
 from orchestration.run.lock import LOCK, RunLocked, lock_run
 from orchestration.run.run import Run, RunError
 from orchestration.service.lifecycle import WHERE
-from pipeline.events import Event
+from pipeline.events import Event, LedgerEvent
 from pipeline.index.embedded import EmbeddedIndex
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.sample_log import SampleLog, read
@@ -234,6 +234,43 @@ def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
     kept = list(read_metrics(tmp_path / METRICS))
     assert [found.data["step"] for found in kept if found.kind == "step"] == [0, 1, 2]
     assert [found.id for found in kept if found.kind == "step"][-1] == "15-0"
+
+
+def test_ledgers_turns_and_forecasts_of_removed_steps_go_with_them(tmp_path: Path) -> None:
+    counts = {name: 0 for name in ("generated", "trained", "filtered", "remade", "in_flight")}
+    rest = {"redelivered": 0, **counts, **{f"{name}_tokens": 0 for name in counts}}
+    forecast = {"step_seconds": 1.0, "bound": 1, "before": 1}
+    with MetricsFile(tmp_path / METRICS) as file:
+        file.event(Event("1-0", 1.0, "ledger", rest))  # of an older program
+        for version in range(5):
+            at = 10 * version + 2
+            time = 1000.0 * (version + 1)
+            file.event(Event(f"{at}-0", time, "forecast", {"step": version, **forecast}))
+            file.event(Event(f"{at + 1}-0", time, "ledger", {**rest, "version": version}))
+            turn = {"worker": "update-0", "phase": "training", "version": version}
+            file.event(Event(f"{at + 2}-0", time, "turn", turn))
+        file.rewind(2)
+    stays = list(read_metrics(tmp_path / METRICS))
+    ledgers = [event.decoded() for event in stays if event.kind == "ledger"]
+    assert [ledger.version for ledger in ledgers if isinstance(ledger, LedgerEvent)] == [None, 0, 1, 2]
+    assert [event.data["version"] for event in stays if event.kind == "turn"] == [0, 1, 2]
+    assert [event.data["step"] for event in stays if event.kind == "forecast"] == [0, 1, 2]
+
+
+async def test_each_ledger_of_a_run_says_of_which_version_it_is(tmp_path: Path) -> None:
+    watched, _ = await complete(Run.create(recipe(MOCK), tmp_path / "run"))
+    versions = [ledger["version"] for ledger in watched.of("ledger")]
+    assert versions == sorted(versions)
+    assert set(versions) == set(range(1, 7))
+
+
+async def test_checkpoints_leave_no_progress_bar_in_the_logs(tmp_path: Path) -> None:
+    changes = {"launch__launcher": "process", "train__steps": 2, "checkpoint__every": 1}
+    watched, result = await complete(Run.create(recipe(TINY, **changes), tmp_path / "run"))
+    assert (result.state, len(watched.of("checkpoint"))) == ("finished", 2)
+    logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
+    assert "update-0.log" in logs
+    assert {name: text for name, text in logs.items() if "%|" in text or "\r" in text} == {}
 
 
 def test_samples_of_steps_that_are_made_again_stand_once(tmp_path: Path) -> None:

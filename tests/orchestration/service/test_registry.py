@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from orchestration.recipe.schema import Recipe
 from orchestration.service.registry import (
     CHECKPOINT_ASKED,
+    LIST_CALLS,
     KeyReused,
     Registry,
     RunRecord,
@@ -107,6 +110,77 @@ async def test_a_page_is_full_however_rare_what_is_looked_for(registry: Registry
         await submit(registry, f"hay-{number}")
     found, after = await registry.list(name="needle", limit=1)
     assert ([record.id for record in found], after) == ([wanted.id], "")
+
+
+@contextlib.asynccontextmanager
+async def filled(registry: Registry, count: int) -> AsyncIterator[None]:
+    """Have so many ended runs of ann's in the list, in the place of its keys."""
+    redis, prefix = registry._index._redis, registry._index.prefix
+    last = int(await redis.get(f"{prefix}number") or 0)
+    runs = {f"r{number}": number for number in range(last + 1, last + count + 1)}
+    same = {"owner": "ann", "phase": "ended", "state": "finished", "recipe": "{}"}
+    same |= dict.fromkeys(("reason", "key", "agent", "folder", "process", "token"), "")
+    same |= dict.fromkeys(("created", "started", "ended", "attempts"), "1")
+    pipe = redis.pipeline(transaction=False)
+    for run in runs:
+        await pipe.hset(f"{prefix}run:{run}", mapping={"name": f"hay-{run}", **same})
+    await pipe.zadd(f"{prefix}order", runs)
+    await pipe.set(f"{prefix}number", last + count)
+    await pipe.execute()
+    yield
+    await redis.unlink(*(f"{prefix}run:{run}" for run in runs))
+    await redis.zrem(f"{prefix}order", *runs)
+
+
+async def counting(registry: Registry) -> list[str]:
+    """The names of the index's functions that are called from now on."""
+    calls, call = list[str](), registry._call
+
+    async def counted(name: str, /, **arguments: Any) -> Any:
+        calls.append(name)
+        return await call(name, **arguments)
+
+    registry._call = counted  # type: ignore[method-assign]
+    return calls
+
+
+@pytest.mark.parametrize("wanted", [{"name": "NEEDLE"}, {"owner": "bob"}, {"state": "stopped"}])
+async def test_a_search_takes_a_bounded_part_of_many_runs_for_each_page(
+    registry: Registry, wanted: dict[str, str]
+) -> None:
+    oldest = await submit(registry, "needle", owner="bob")
+    await begin(registry)
+    await registry.end(oldest.id, "t1", "stopped", "")
+    async with filled(registry, 6000):
+        calls = await counting(registry)
+        assert await registry.list(name="none of all", limit=1) != ([], "")
+        assert calls == ["list"] * LIST_CALLS
+        page, after = await registry.list(**wanted)
+        assert (page, bool(after)) == ([], True), "it may hold none, and not be the last"
+        page, after = await registry.list(**wanted, after=after)
+        assert ([record.id for record in page], after) == ([oldest.id], "")
+
+
+async def test_what_waits_or_is_active_is_found_at_once_among_many_runs(registry: Registry) -> None:
+    records = [await submit(registry, name) for name in ("a", "b", "c", "d")]
+    await begin(registry)
+    async with filled(registry, 3000):
+        newest = await submit(registry, "e")
+        calls = await counting(registry)
+        created = [newest.id, *(record.id for record in reversed(records[1:]))]
+        for limit in (1, 2, 10):
+            seen, after, calls[:] = list[str](), "", []
+            while not seen or after:
+                page, after = await registry.list(state="created", limit=limit, after=after)
+                seen += [record.id for record in page]
+            assert seen == created
+            assert len(calls) == -(-len(created) // limit)
+        assert [r.id for r in (await registry.list(state="running"))[0]] == [records[0].id]
+        assert [r.id for r in (await registry.list(state="created", name="B"))[0]] == [records[1].id]
+        calls.clear()
+        assert await registry.list(state="paused") == ([], "")
+        assert len((await registry.list(limit=200))[0]) == 200
+        assert calls == ["list", "list"]
 
 
 async def test_an_idempotency_key_makes_a_repeat_harmless(registry: Registry) -> None:

@@ -8,7 +8,7 @@ import json
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from aiohttp import ClientResponse
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.telemetry import prometheus
 from orchestration.events_file import METRICS, MetricsFile
 from orchestration.recipe.load import parse_recipe
 from orchestration.service.registry import Registry, RunRecord
@@ -87,19 +88,33 @@ async def client(index_url: str, tmp_path: Path) -> AsyncGenerator[Client, None]
         yield made
 
 
+Begin = Callable[[], Awaitable[EventfulRun]]
+
+
 @pytest.fixture
-async def run(index_url: str) -> AsyncGenerator[EventfulRun, None]:
-    registry = Registry(index_url)
-    record, _ = await registry.submit(parse_recipe({**MOCK, "name": f"events-{uuid.uuid4().hex[:6]}"}))
-    index = Index(index_url, record.id)
-    answer = EventfulRun(record, index, registry)
-    await answer.begin()
-    yield answer
-    if (await registry.get(record.id)).state == "running":
-        await answer.finish()
-    await registry.delete(record.id)
-    await index.close()
+async def begin(index_url: str) -> AsyncGenerator[Begin, None]:
+    """Begins a run that ends with the test."""
+    registry, runs = Registry(index_url), list[EventfulRun]()
+
+    async def begun() -> EventfulRun:
+        name = f"events-{uuid.uuid4().hex[:6]}"
+        record, _ = await registry.submit(parse_recipe({**MOCK, "name": name}))
+        runs.append(EventfulRun(record, Index(index_url, record.id), registry))
+        await runs[-1].begin()
+        return runs[-1]
+
+    yield begun
+    for run in runs:
+        if (await registry.get(run.record.id)).state == "running":
+            await run.finish()
+        await registry.delete(run.record.id)
+        await run.index.close()
     await registry.close()
+
+
+@pytest.fixture
+async def run(begin: Begin) -> EventfulRun:
+    return await begin()
 
 
 async def events(response: ClientResponse) -> list[tuple[str, str, dict[str, Any]]]:
@@ -409,6 +424,32 @@ async def test_prometheus_reads_what_active_runs_do(client: Client, run: Eventfu
     found = await asyncio.wait_for(over(), 10)
     assert found["asyncdock_run_steps_total", name] == 7, "its last numbers are gone with its end"
     assert found["asyncdock_runs", "finished"] >= 1
+
+
+async def test_runs_that_have_ended_leave_prometheus_s_page(
+    client: Client, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many that end at once the newest stay for a few scrapes; a run that goes on stays."""
+    monkeypatch.setattr(prometheus, "MOST_ENDED", 3)
+    runs = [await begin() for _ in range(6)]
+    names = {run.record.id: run.record.name for run in runs}
+    for run in runs:
+        await run.emit("step", step(6))
+    assert {key[1] for key in await scraped(client) if key[0] == "asyncdock_run_steps_total"} >= names.keys()
+    for run in runs[1:]:
+        await run.finish()
+    pages = dict.fromkeys(names, 0)
+    async with asyncio.timeout(30):
+        exposed = set(names)
+        while exposed != {runs[0].record.id}:
+            found = await scraped(client)
+            exposed = {run for run in names if ("asyncdock_run_steps_total", run) in found}
+            infos = {run: ("asyncdock_run_info", run, name, "finished") for run, name in names.items()}
+            ended = [run for run, info in infos.items() if info in found]
+            assert len(ended) <= 3
+            for run in ended:
+                pages[run] += 1
+    assert max(pages.values()) == prometheus.KEPT_SCRAPES, pages
 
 
 def hidden(exposed: float, hidden: float) -> dict[str, float]:
