@@ -188,8 +188,10 @@ class Agent:
             if found.record.state == "starting":  # it died while starting: the cause may pass
                 await asyncio.sleep(min(2.0 ** (found.record.attempts - 2), LONGEST_PAUSE))
             previous, token = token, uuid.uuid4().hex
-            budget = {"most": launch.max_restarts, "window": launch.restart_window}
-            taken = await self._registry.retake(run, previous, token, self.name, START_SECONDS, **budget)
+            most, window = launch.max_restarts, launch.restart_window
+            taken = await self._registry.retake(
+                run, previous, token, self.name, START_SECONDS, most=most, window=window
+            )
             if taken == "used up":
                 used_up = f"its runner died and launch.max_restarts = {launch.max_restarts} is used up: {reason}"
                 await conclude(self._registry, run, previous, "failed", used_up)

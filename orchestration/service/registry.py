@@ -267,8 +267,8 @@ class Registry:
     async def retake(
         self, run: str, old: str, token: str, agent: str, lease: float, *, most: int, window: float
     ) -> Literal["taken", "lost", "used up"]:
-        """Replace the lease ``old`` by ``token``, as its runner died. "lost": ``old`` no longer holds the run. "used up": more
-        than ``most`` runners have died within ``window`` seconds, this one among them."""
+        """Replace the lease ``old`` by ``token``, as its runner died. "lost": ``old`` no longer holds the run. "used up":
+        more than ``most`` runners have died within ``window`` seconds, this one among them."""
         asked = {"run": run, "old": old, "token": token, "agent": agent, "most": most}
         found: Literal["taken", "lost", "used up"] = await self._call(
             "retake", **asked, lease=int(lease * 1000), window=int(window * 1000)
