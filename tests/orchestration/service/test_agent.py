@@ -94,6 +94,7 @@ async def test_runs_wait_for_room_and_begin_in_their_order(tmp_path: Path) -> No
         assert (await index.ledger())["trained"] == of_all.train.steps * 16
         assert sorted(os.listdir(record.folder)) == [
             "checkpoints",
+            "detail.jsonl",
             "logs",
             "metrics.jsonl",
             "recipe.json",
