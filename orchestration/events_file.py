@@ -67,11 +67,11 @@ class MetricsFile:
             self._kept.recall(event)
         before = next((found for part in reversed(segments) if (found := _last_id(part)) != "0"), "0")
         self._detail = DetailFile(path)
-        self.last = max([self._facts.last_id or "0", self._detail.last, before], key=order)
-        # Events up to it were given to a former process.
-        self._former = self.last if self.last != "0" else ""
-        self._kept.seen = self.last
-        milliseconds, _ = order(self.last)
+        written = max(self._facts.last_id, before, key=order)
+        self.last = max(written, self._detail.last, key=order) or "0"
+        self._former = written if written != "0" else ""  # events up to it were given to a former process
+        self._kept.seen = written
+        milliseconds, _ = order(written)
         self.after = f"{max(0, milliseconds - int(1000 * self._kept.seconds))}-0" if milliseconds > 0 else "0"
         if segments:
             self._tidy_soon()

@@ -28,13 +28,15 @@ class DetailFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._refused = path.with_name(DETAIL), False
-        self.last = max(map(_last_id, files_of(path)), key=order, default="0")
+        self.last = max(map(_last_id, files_of(path)), key=order, default="")  # when it was opened
         self._file = self._path.open("ab", buffering=0)
         with contextlib.suppress(OSError):
             if not _ends_whole(self._path):
                 self._file.write(b"\n")
 
     def write(self, event: Event) -> None:
+        if order(event.id) <= order(self.last):  # a former process has written it
+            return
         line = event_json(event).encode() + b"\n"
         try:
             if self._file.tell() + len(line) > MOST_BYTES:
@@ -102,4 +104,4 @@ def _ends_whole(path: Path) -> bool:
 def _last_id(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (64 << 10)))
-        return max((found for line in file if (found := id_of(line))), key=order, default="0")
+        return max((found for line in file if (found := id_of(line))), key=order, default="")
