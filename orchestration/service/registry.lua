@@ -169,13 +169,14 @@ end)
 define('retake', function(all, a)
   if holds(all, a.run, a.token) then return 'taken' end
   if not holds(all, a.run, a.old) then return 'lost' end
-  local deaths, t = { now(all) }, now(all)
-  for _, death in ipairs(cmsgpack.unpack(field(all, a.run, 'deaths') or cmsgpack.pack({}))) do
-    if t - death < a.window then deaths[#deaths + 1] = death end
+  local t = now(all)
+  local deaths = { string.format('%d', t) }
+  for death in string.gmatch(field(all, a.run, 'deaths') or '', '%d+') do
+    if t - death < a.window then deaths[#deaths + 1] = string.format('%d', death) end
   end
   if #deaths > a.most then return 'used up' end
   call('HINCRBY', all .. 'run:' .. a.run, 'attempts', 1)
-  call('HSET', all .. 'run:' .. a.run, 'deaths', cmsgpack.pack(deaths))
+  call('HSET', all .. 'run:' .. a.run, 'deaths', table.concat(deaths, ' '))
   call('HSET', all .. 'run:' .. a.run, 'token', a.token, 'agent', a.agent, 'process', '')
   call('ZADD', all .. 'active', now(all) + a.lease, a.run)
   wake(all)

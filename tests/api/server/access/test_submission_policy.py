@@ -427,30 +427,31 @@ def test_overrides_do_not_undo_a_sandbox() -> None:
     assert {"reward.functions.0.sandbox", "reward.environment.0"} <= found.keys()
 
 
-JUDGE = "tests.orchestration.my_stages:Judge"
+MARKS = "tests.orchestration.run.hostile_stages:Marks"
+READS_MARKS = "tests.orchestration.run.hostile_stages:bare_mark"
+ALLOWED: dict[str, Any] = {"allow_stages": frozenset({MARKS}), "allow_rewards": frozenset({READS_MARKS})}
 
 
 def staged(**stage: Any) -> dict[str, Any]:
-    return recipe(stages=[{"use": JUDGE, **stage}])
+    reward = {"functions": [{"name": READS_MARKS}]}
+    return recipe(stages=[{"use": MARKS, **stage}], launch={"launcher": "process"}, reward=reward)
 
 
 def test_stages_of_requests_run_in_a_sandbox() -> None:
-    settings = Settings(data=Path(), allow_stages=frozenset({JUDGE}))
+    settings = Settings(data=Path(), **ALLOWED)
     assert accept(settings, staged(), {}).stages[0].sandbox
     free = settings.model_copy(update={"unsandboxed_code": True})
     assert not accept(free, staged(), {}).stages[0].sandbox
-    assert "stages.0.sandbox" in refused(
-        staged(), overrides={"stages.0.sandbox": False}, allow_stages=frozenset({JUDGE})
-    )
+    assert "stages.0.sandbox" in refused(staged(), overrides={"stages.0.sandbox": False}, **ALLOWED)
 
 
 def test_what_the_sandbox_of_a_stage_lets_through_is_allowed_by_name(tmp_path: Path) -> None:
     wants = staged(sandbox=False, network=True, read=["/etc/passwd"]) | {"launch": {"launcher": "inline"}}
-    given = {"allow_stages": frozenset({JUDGE}), "roots": (tmp_path,)}
+    given = {**ALLOWED, "roots": (tmp_path,)}
     found = refused(wants, **given)
     fixes = {
         "stages.0.sandbox": "--unsandboxed-code",
-        "stages.0.network": f"--allow-network {JUDGE}",
+        "stages.0.network": f"--allow-network {MARKS}",
         "stages.0.read.0": str(tmp_path),
         "launch.launcher": "--unsandboxed-code",
     }
@@ -458,5 +459,6 @@ def test_what_the_sandbox_of_a_stage_lets_through_is_allowed_by_name(tmp_path: P
 
 
 def test_workers_of_stages_count_among_those_of_a_run() -> None:
-    found = refused(staged(workers=60), allow_stages=frozenset({JUDGE}), max_workers=32)
+    accept(Settings(data=Path(), **ALLOWED, max_workers=32), staged(workers=20), {})
+    found = refused(staged(workers=60), **ALLOWED, max_workers=32)
     assert "makes" in found["rollout.workers"].wrong
