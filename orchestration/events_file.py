@@ -1,116 +1,189 @@
-"""``metrics.jsonl``: the file of all events of a run, one JSON object a line."""
+"""``metrics.jsonl``: the file of a run's events, one JSON object a line, in parts that are closed and compressed.
+
+    event ─▶ Kept ─▶ metrics.jsonl (open) ──4 MiB──▶ metrics/000007.jsonl ─▶ 000007.jsonl.gz ─▶ catalog.sqlite
+               └ stage, span ─▶ detail.jsonl, some minutes      └───── a thread of this process ──────┘
+
+A process that is killed between two of these leaves a state that the next one goes on from; no event is lost or doubled.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import functools
-import json
-import math
 import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import structlog
 
 from orchestration.disk import refusal, replacing
+from orchestration.history.detail import DetailFile, detail_of, with_detail
+from orchestration.history.facts import Facts, made_after
+from orchestration.history.kept import LIVE, Kept
+from orchestration.history.lines import event_of, id_of, line_of
+from orchestration.history.segments import (
+    SEGMENT_BYTES,
+    Segment,
+    close_part,
+    closed,
+    compress,
+    lines_of,
+    write,
+)
 from pipeline.events import Event, order
 
 METRICS = "metrics.jsonl"  # in the run's folder
 MOST_KEPT = 64 << 20  # bytes of events that wait in memory for room on the disk
 MOST_TORN = 5  # torn lines that are named
-_ID_OF_LINE = re.compile(rb'\{"id": ?"(\d+-\d+)"')
+TAIL_BYTES = 1 << 20  # at the end of a file, in which a whole line is looked for
 
 log = structlog.get_logger()
 
 
 class MetricsFile:
-    """Writes each event as one JSON line, at once; numbers that are not finite become null. An existing file is continued
-    after its last whole line; ``last`` is the greatest id of an event in it ("0": no event). An event that the run was
-    rewound removes the events of what is made again. Events that the disk refuses are kept, and written when it has room."""
+    """Writes the events that :class:`Kept` chooses as JSON lines; numbers that are not finite become null. An existing file
+    is continued after its last whole line; ``last`` is the greatest id of an event in it ("0": no event), and ``after`` the
+    one after which its run's events are to be given again: those that wait to be kept were lost with a former process. An
+    event that the run was rewound removes the events of what is made again."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: BinaryIO = path.open("ab", buffering=0)
-        self._kept = b""  # lines that the disk has not taken yet
+    def __init__(self, path: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.path, self._segment_bytes = path, segment_bytes
         self.refused = ""  # why, in words
-        self.last = "0"
-        whole = 0
-        with path.open("rb") as lines:
+        self._waiting = b""  # lines that the disk has not taken yet
+        self._closing: Future[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._kept, self._facts = Kept(), Facts()
+        segments = closed(path)
+        _cut(path)
+        if path.stat().st_size >= segment_bytes:
+            segments.append(close_part(path))
+        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._size = 0
+        for event in self._read_open():
+            self._kept.recall(event)
+        before = next((found for part in reversed(segments) if (found := _last_id(part)) != "0"), "0")
+        self._detail = DetailFile(path)
+        written = max(self._facts.last_id, before, key=order)
+        self.last = max(written, self._detail.last, key=order) or "0"
+        self._former = written if written != "0" else ""  # events up to it were given to a former process
+        self._kept.seen = written
+        milliseconds, _ = order(written)
+        self.after = f"{max(0, milliseconds - int(1000 * self._kept.seconds))}-0" if milliseconds > 0 else "0"
+        if segments:
+            self._tidy_soon()
+
+    def _read_open(self) -> Iterator[Event]:
+        """Yield the events of the open part, of which it takes note."""
+        self._facts = Facts()
+        with self.path.open("rb") as lines:
             for line in lines:
-                if not line.endswith(b"\n"):  # a kill has cut it short
-                    break
-                whole += len(line)
-                if found := _ID_OF_LINE.match(line):
-                    self.last = max(self.last, found[1].decode(), key=order)
-        os.ftruncate(self._file.fileno(), whole)
+                if (event := self._facts.line(line)) is not None:
+                    yield event
+        self._size = self._facts.size
 
     def rewind(self, version: int) -> int:
         """Remove steps, evaluations, publications and checkpoints after policy ``version``; a run that is resumed from there
         makes them again. Torn lines stay. Returns the newest evaluated version of those that stay; -1: none. Raises OSError
         with the room that it needs."""
-        evaluated, removed = -1, 0
-        with self.path.open("rb") as lines:
-            for line in lines:
-                if (event := _parsed(line)) is None:
-                    continue
-                if _made_after(version, event):
-                    removed += len(line)
-                elif event["kind"] == "evaluation":
-                    evaluated = max(evaluated, event["data"]["version"])
-        if removed:
-            self._rewrite(version, self.path.stat().st_size - removed)
-        return evaluated
+        self._settle()
+        self._kept.rewind(version)
+        for segment in self._made_since(version):
+            _remove_after(segment, version)
+        if self._facts.made > version:
+            _rewrite(self.path, version)
+            self._file.close()
+            self._file = self.path.open("ab", buffering=0)
+            for _ in self._read_open():
+                pass
+        return max(self._facts.evaluated, *(facts.evaluated for facts in facts_of(self.path).values()), -1)
 
-    def _rewrite(self, version: int, size: int) -> None:
-        with self.path.open("rb") as lines, replacing(self.path, size) as partial:
-            with partial.open("wb") as kept:
-                for line in lines:
-                    event = _parsed(line)
-                    if event is None or not _made_after(version, event):
-                        kept.write(line)
-            shutil.copymode(self.path, partial)
-        self._file.close()
-        self._file = self.path.open("ab", buffering=0)
+    def _made_since(self, version: int) -> list[Segment]:
+        """The closed parts that hold steps after ``version``, the newest first: what a kill leaves has no gap."""
+        numbers = {number for (number, _), facts in facts_of(self.path).items() if facts.made > version}
+        return [segment for segment in reversed(closed(self.path)) if segment.number in numbers]
 
     def event(self, event: Event) -> None:
         """Raises OSError when the disk has refused :data:`MOST_KEPT` bytes of events."""
+        if order(event.id) <= order(self._former):
+            self._kept.again(event)
+            return
         if event.kind == "worker" and event.data["change"] == "rewound" and "version" in event.data:
             self.rewind(event.data["version"])
-        self._kept += event_json(event).encode() + b"\n"
-        self.last = event.id
+        if event.kind in LIVE:
+            self._detail.write(event)
+        for kept in self._kept.of(event):
+            self._add(kept)
+        self.last = max(self.last, self._kept.seen, key=order)
         self._write()
-        if len(self._kept) > MOST_KEPT:
+        if len(self._waiting) > MOST_KEPT:
             raise OSError(errno.ENOSPC, self.refused)
+        if self._size >= self._segment_bytes and not self._waiting:
+            self._close_part()
+
+    def _add(self, event: Event) -> None:
+        self._facts.add(event)
+        self._waiting += line_of(event)
 
     def _write(self) -> None:
-        """Write the lines that are kept, all of them or none."""
+        """Write the lines that wait, all of them or none."""
+        if not self._waiting:
+            return
         file, written = self._file.fileno(), 0
         size = os.fstat(file).st_size
         try:
-            while written < len(self._kept):
-                written += os.write(file, self._kept[written:])
+            while written < len(self._waiting):
+                written += os.write(file, self._waiting[written:])
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(file, size)
-            was_refused, self.refused = self.refused, refusal(self.path, len(self._kept), error)
+            was_refused, self.refused = self.refused, refusal(self.path, len(self._waiting), error)
             if not was_refused:
                 log.warning("events are kept in memory until their disk takes them", reason=self.refused)
             return
         if self.refused:
             log.warning("the disk takes events again; none is lost", path=str(self.path))
-        self._kept, self.refused = b"", ""
+        self._size = size + written
+        self._waiting, self.refused = b"", ""
+
+    def _close_part(self) -> None:
+        """Begin a new open part. Where the disk refuses that, the present one goes on."""
+        self._file.close()
+        try:
+            close_part(self.path)
+        except OSError as error:
+            log.warning("a part of a run's events stays open", path=str(self.path), reason=str(error))
+            self._file = self.path.open("ab", buffering=0)
+            self._segment_bytes += SEGMENT_BYTES
+            return
+        self._file = self.path.open("ab", buffering=0)
+        self._size, self._facts = 0, Facts()
+        self._tidy_soon()
+
+    def _tidy_soon(self) -> None:
+        self._thread = self._thread or ThreadPoolExecutor(1, "metrics")
+        self._closing = self._thread.submit(tidy, self.path)
+
+    def _settle(self) -> None:
+        """Wait until the parts that are closed are compressed and read."""
+        if self._closing is not None:
+            self._closing.result()
 
     def __enter__(self) -> MetricsFile:
         return self
 
     def close(self) -> str:
-        """Write what the disk has refused so far. Returns why events are lost, "" where none is."""
+        """Write what waits, and what the disk has refused so far. Returns why events are lost, "" where none is."""
+        for event in self._kept.rest():
+            self._add(event)
         self._write()
         self._file.close()
+        self._detail.close()
+        if self._thread is not None:
+            self._thread.shutdown()
         return self.refused and f"events of the run are lost: {self.refused}"
 
     def __exit__(self, *_: object) -> None:
@@ -118,77 +191,103 @@ class MetricsFile:
             log.error(lost)
 
 
-def _made_after(version: int, event: Mapping[str, Any]) -> bool:
-    """Whether ``event`` is of a step after policy ``version``: what reports it, or its versions, or
-    the ledger then. A ledger of an older program does not say its version, and stays."""
-    data = event["data"]
-    match event["kind"]:
-        case "alarm":
-            return data["step"] >= version  # type: ignore[no-any-return]
-        case "forecast":  # it is about the step that follows
-            return data["step"] > version  # type: ignore[no-any-return]
-        case "step" | "evaluation" | "sync" | "checkpoint" | "ledger" | "turn":
-            return (data.get("version") or 0) > version  # type: ignore[no-any-return]
-    return False
-
-
-def event_json(event: Event) -> str:
-    """One line of JSON, always of finite numbers."""
-    line = {"id": event.id, "time": event.time, "kind": event.kind, "data": finite(event.data)}
-    return json.dumps(line, ensure_ascii=False, allow_nan=False)
-
-
-def finite(value: Any) -> Any:
-    """``value`` with None in place of numbers that are not finite, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
-
-
-def read_metrics(path: Path, last_bytes: int = 0) -> Iterator[Event]:
-    """The events of ``path``, or those in its last bytes; torn lines are left out, and logged."""
-    if not path.exists():
-        return
-    torn = list[int]()
-    with path.open("rb") as lines:
-        if last_bytes and (size := path.stat().st_size) > last_bytes:
-            lines.seek(size - last_bytes)
-            lines.readline()
-        begins = lines.tell()
-        for number, line in enumerate(lines, start=1):
-            if (event := _parsed(line)) is not None:
-                yield Event(**event)
-            elif line.endswith(b"\n"):
-                torn.append(number)
-    if torn:
-        _say_torn(path, begins, tuple(torn[:MOST_TORN]), len(torn))
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Returns the event of ``line``; None where it is torn: a full disk, or a kill, has cut it short."""
+def tidy(path: Path) -> None:
+    """Compress the closed parts of ``path`` and read what is new in them. What the disk refuses is done another time."""
     try:
-        event = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and event.keys() == {"id", "time", "kind", "data"} else None
+        for segment in closed(path):
+            compress(segment)
+            if segment.compressed:  # a kill came between its replacement and the removal
+                segment.path.with_suffix("").unlink(missing_ok=True)
+        facts_of(path)
+    except OSError as error:
+        log.warning("closed parts of a run's events are not compressed", path=str(path), reason=str(error))
+
+
+def _cut(path: Path) -> None:
+    """Remove what a kill has left after the last whole line of ``path``, which is made where there is none."""
+    with path.open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = max(0, size - TAIL_BYTES)
+        file.seek(begin)
+        tail = file.read()
+        if tail and not tail.endswith(b"\n"):
+            file.truncate(begin + tail.rfind(b"\n") + 1)
+
+
+def _last_id(segment: Segment) -> str:
+    """The greatest id in the end of a closed part; "0": none."""
+    with segment.open() as lines:
+        lines.seek(max(0, lines.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return max((found for line in lines if (found := id_of(line))), key=order, default="0")
+
+
+def _remove_after(segment: Segment, version: int) -> None:
+    if not segment.compressed:
+        _rewrite(segment.path, version)
+        return
+    with segment.open() as lines:
+        content = b"".join(line for line in lines if _stays(line, version))
+    write(segment.path, content, segment.path)
+
+
+def _rewrite(path: Path, version: int) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as lines, replacing(path, size) as partial:
+        with partial.open("wb") as file:
+            file.writelines(line for line in lines if _stays(line, version))
+        shutil.copymode(path, partial)
+
+
+def _stays(line: bytes, version: int) -> bool:
+    event = event_of(line)
+    return event is None or not made_after(version, event)
+
+
+def read_metrics(path: Path, last_bytes: int = 0, *, detail: bool = False) -> Iterator[Event]:
+    """The events of ``path`` and of its closed parts, or those in their last bytes; torn lines are left out, and logged.
+    ``detail``: with the stage and span events of the last minutes, as they were sent."""
+    events = _events(path, last_bytes)
+    return with_detail(events, detail_of(path)) if detail else events
+
+
+def _events(path: Path, last_bytes: int) -> Iterator[Event]:
+    torn = dict[Path, list[int]]()
+    for file, number, line in lines_of(path, last_bytes):
+        if (event := event_of(line)) is not None:
+            yield event
+        elif line.endswith(b"\n"):
+            torn.setdefault(file, []).append(number)
+    for file, numbers in torn.items():
+        _say_torn(file, tuple(numbers[:MOST_TORN]), len(numbers))
 
 
 @functools.cache
-def _say_torn(path: Path, begins: int, numbers: Sequence[int], count: int) -> None:
-    """Log once in this process that lines of ``path``, counted from byte ``begins`` on, are left out."""
-    where: dict[str, Any] = {"path": str(path), "lines": list(numbers), "after_byte": begins, "count": count}
+def _say_torn(path: Path, numbers: Sequence[int], count: int) -> None:
+    """Log once in this process that lines of ``path``, counted from where it was read on, are left out."""
+    where = {"path": str(path), "lines": list(numbers), "count": count}
     log.warning("torn lines are left out, with their events; remove them from the file", **where)
 
 
-def finite_numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the values of ``data`` that a float holds."""
-    numbers: dict[str, float] = {}
-    for name, value in data.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # an int that is too large
-                numbers[name] = float(value)
-    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+def newest_id(path: Path) -> str:
+    """The greatest id of an event in ``path`` and its closed parts; "0": none."""
+    newest = max((id_of(line) for file, _, line in lines_of(path, TAIL_BYTES)), key=order, default="")
+    return newest or "0"
+
+
+def newest_checkpoint(path: Path) -> int:
+    """The newest version of which a checkpoint is recorded in ``path`` and its closed parts; 0: none."""
+    facts = Facts()
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:
+        for line in lines:
+            facts.line(line)
+    return max(facts.checkpoint, *(part.checkpoint for part in facts_of(path).values()), 0)
+
+
+def facts_of(path: Path) -> dict[tuple[int, int], Facts]:
+    """What is known of the closed parts of ``path``, by number and piece; those that are not known yet are read."""
+    if not closed(path):
+        return {}
+    from orchestration.history.catalog import Catalog  # SQLite, for runs that are long
+
+    with Catalog(path) as catalog:
+        return catalog.update()

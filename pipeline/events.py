@@ -258,6 +258,9 @@ class SyncEvent(EventData, kind="sync"):
     gap_q95_limit: Number = None
     gap_k3_limit: Number = None
     gap_mean_limit: Number = None
+    merged: Annotated[
+        int, Doc("Events that the run's file keeps as this one: seconds and bytes are sums, gaps the largest.")
+    ] = 1
     released_bytes: Annotated[int, Doc("In a colocated run: of training's memory, moved to the host.")] = 0
     device_bytes: Annotated[dict[str, int], Doc("In a colocated run: most on the device, by phase.")] = field(
         default_factory=dict

@@ -30,7 +30,7 @@ import structlog
 from aiohttp import HttpVersion11, web
 
 from api.telemetry.history import BEGINNING, History
-from orchestration.events_file import finite
+from orchestration.history.lines import finite
 from orchestration.service.registry import RunRecord
 from pipeline.events import ENDED, Event, order
 from pipeline.first_of import cancel_all

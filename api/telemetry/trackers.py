@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,9 @@ from typing import Any, Protocol
 from api.telemetry.history import BEGINNING, History
 from api.telemetry.totals import RunTotals, per_second, shares
 from orchestration.disk import replacing
-from orchestration.events_file import METRICS, finite_numbers, read_metrics
+from orchestration.events_file import METRICS, newest_id
+from orchestration.history.kept import of_one
+from orchestration.history.lines import finite_numbers
 from pipeline.compat.extras import ExtraMissing, extra
 from pipeline.events import ENDED, Event, order
 from pipeline.index.client import Index, IndexUnreachable
@@ -35,6 +38,7 @@ MLFLOW_FILE = "mlflow.db"  # in the tracker's folder
 MLFLOW_PARAMS, MLFLOW_METRICS, MLFLOW_NAME, MLFLOW_VALUE = 100, 1000, 250, 6000
 MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}  # by a run's last state
 WAIT_SECONDS = 10.0
+SHOWN_AT_ONCE = 500  # points
 SAVE_SECONDS = 2.0  # between two writes of tracked.json; points since the last one are shown again after a kill
 
 
@@ -82,7 +86,7 @@ class Points:
                 means = {f"functions/{name}": mean for name, mean in data.get("functions", {}).items()}
                 yield from self._point(event, "evaluation", {**data, **means})
             case "sync":
-                yield from self._point(event, f"sync/{data['worker']}", data, step=int(data["version"]))
+                yield from self._point(event, f"sync/{data['worker']}", of_one(data), step=int(data["version"]))
             case "alarm":
                 yield from self._point(event, f"alarm/{data['metric']}", data, step=max(0, int(data["step"])))
 
@@ -117,12 +121,13 @@ class TensorBoard(Tracker):
     def __init__(self, folder: Path, name: str, recipe: Mapping[str, Any], key: str) -> None:
         _module("tensorboard", "tensorboard")
         self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+        self._summary = _module("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
         if not key and recipe:
             self._writer.add_text("recipe", f"```json\n{json.dumps(recipe, indent=1)}\n```", 0)
 
     def show(self, point: Point) -> None:
-        for name, value in point.numbers.items():
-            self._writer.add_scalar(name, value, point.step, walltime=point.time)
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in point.numbers.items()]
+        self._writer.file_writer.add_summary(self._summary(value=values), point.step, walltime=point.time)
 
     def flush(self) -> None:
         self._writer.flush()
@@ -263,7 +268,7 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
     if where.exists():
         address = json.loads(where.read_text())
         async with Index(address["index"], address["run"]) as index:
-            history, state = History(lambda: index, folder / METRICS), ""
+            history, state = History(lambda: index, folder / METRICS, detail=True), ""
             with contextlib.suppress(IndexUnreachable):  # the run has ended meanwhile: its file has the rest
                 while True:
                     async for page in history.pages(after):
@@ -275,7 +280,7 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
                         return
                     await history.wait(after, WAIT_SECONDS)
     _refuse_behind(after, folder / METRICS)
-    async for page in History(None, folder / METRICS).pages(after):
+    async for page in History(None, folder / METRICS, detail=True).pages(after):
         for event in page:
             yield event
 
@@ -295,7 +300,7 @@ def _tracked(file: Path) -> dict[str, str] | None:
 def _refuse_behind(after: str, metrics: Path) -> None:
     """Raises TrackError when all events of the ended run with ``metrics`` are before ``after``, which the tracker has shown:
     none would ever be shown again."""
-    newest = max((event.id for event in read_metrics(metrics)), key=order, default=BEGINNING)
+    newest = newest_id(metrics)
     if order(after) > order(newest):
         raise TrackError(
             f"--into: it has shown events up to id {after}, and {metrics} ends with {newest}: an older version has resumed "
@@ -316,10 +321,19 @@ async def track(
             f"--into: {into} has run {known['run']!r}, and {run!r} would be mixed with it; give another folder"
         )
     tracker, points, count = make(into, run, recipe, known["key"]), Points(), 0
+    waiting = deque[Point]()
     loop = asyncio.get_running_loop()
     after, state, saved = known["after"], known.get("state", ""), loop.time()
 
+    def show() -> None:
+        nonlocal count
+        while waiting:
+            tracker.show(waiting[0])
+            waiting.popleft()
+            count += 1
+
     def save() -> None:
+        show()
         tracker.flush()
         text = json.dumps({"run": run, "after": after, "key": tracker.key, "state": state})
         with replacing(file, len(text)) as partial:
@@ -327,13 +341,13 @@ async def track(
 
     try:
         async for event in events(after):
-            for point in points.of(event):
-                await asyncio.to_thread(tracker.show, point)
-                count += 1
+            waiting += points.of(event)
             after, state = event.id, event.data["state"] if event.kind == "state" else state
             if loop.time() - saved > SAVE_SECONDS:
                 save()
                 saved = loop.time()
+            elif len(waiting) >= SHOWN_AT_ONCE:
+                show()
     finally:
         save()
         tracker.close(state)

@@ -27,7 +27,7 @@ def viewing(
 ) -> Iterator[tuple[Callable[[Event], object], Callable[[str], None]]]:
     """Two functions: one applies an event to ``progress`` and shows it, the other prints a line beside the view."""
     from api.terminal.live import LiveView, PlainView
-    from orchestration.events_file import event_json
+    from orchestration.history.lines import event_json
 
     def print_json(event: Event) -> None:
         progress.apply(event)

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from orchestration.events_file import finite_numbers
 from orchestration.guard.rules import COLLAPSED, CONSTANT, EQUAL_WEIGHTS, RESUMED, TRENDS, Rule
+from orchestration.history.lines import finite_numbers
 from pipeline.events import AlarmEvent, EventData, StepEvent, SyncEvent
 
 WARM_UP = 8  # values before a trend is judged

@@ -96,7 +96,7 @@ class Runner:
     async def _follow(self, run: Run) -> None:
         """Append the run's events to its file, after those of earlier runners, and report changes of its state."""
         with MetricsFile(run.out_dir / METRICS) as file:
-            async for event in run.events(file.last):
+            async for event in run.events(file.after):
                 file.event(event)
                 if event.kind == "state":
                     await self.registry.touch()

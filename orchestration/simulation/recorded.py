@@ -22,6 +22,7 @@ from statistics import fmean, median
 from typing import Any
 
 from orchestration.events_file import METRICS, read_metrics
+from orchestration.history.kept import of_one
 from orchestration.recipe.devices import SIDES, cores_here, on_this_node, wanted_devices
 from orchestration.recipe.load import compare_recipe
 from orchestration.recipe.problems import RecipeError
@@ -50,7 +51,7 @@ class NotMeasured(ValueError):
 
 def recorded_costs(folder: Path) -> tuple[Costs, DrawnLengths]:
     """Costs and lengths of the run in ``folder``, by its newest events. Raises NotMeasured."""
-    return measured_costs(read_metrics(folder / METRICS, LAST_BYTES), folder)
+    return measured_costs(read_metrics(folder / METRICS, LAST_BYTES, detail=True), folder)
 
 
 def recipe_of(folder: Path) -> Recipe:
@@ -67,15 +68,21 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
     run = _Measured.of(stream, folder, recipe or recipe_of(folder))
     profile, runs, of_smaller = EngineProfile.read(folder), [run], folder / SMALLER
     if profile is not None and of_smaller.exists():
-        runs.append(_Measured.of(read_metrics(of_smaller / METRICS, LAST_BYTES), of_smaller, recipe_of(of_smaller)))
+        runs.append(
+            _Measured.of(read_metrics(of_smaller / METRICS, LAST_BYTES, detail=True), of_smaller, recipe_of(of_smaller))
+        )
     prompted = profile.prompt_tokens / run.recipe.algorithm.group_size if profile else 0.0  # of each row
     cores = _cores(run.recipe)
     settled = [step for one in runs for step in one.settled]
     fed = [_tokens(step) + prompted * step.data["rows"] for step in settled]
     by_token, by_step = _line(fed, [_training(step, alone=cores > 0) for step in settled])
-    events = run.events
-    swaps = [swap for swap in events["sync"] if swap["worker"].startswith("rollout-") and swap.get("exposed_seconds")]
-    reference = [one for one in events["stage"] if one["stage"] == "reference" and one["tokens"] and one.get("busy")]
+    measured = run.events
+    swaps = [
+        of_one(swap)
+        for swap in measured["sync"]
+        if swap["worker"].startswith("rollout-") and swap.get("exposed_seconds")
+    ]
+    reference = [one for one in measured["stage"] if one["stage"] == "reference" and one["tokens"] and one.get("busy")]
     costs = Costs(
         row_rate=run.row_rate,
         saturation_rows=run.saturation_rows,
@@ -86,7 +93,7 @@ def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None 
         copy_seconds=median(swap.get("hidden_seconds") or 0.0 for swap in swaps) if swaps else 0.0,
         reference_token_seconds=reference[-1]["busy"] / reference[-1]["tokens"] if reference else 0.0,
         between_steps=run.between,
-        dropped=_dropped(events["ledger"]),
+        dropped=_dropped(measured["ledger"]),
         cores=cores,
         sources=dict.fromkeys(Costs.__dataclass_fields__, f"measured in {folder.name}"),
     )

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from api.schemas.events import MODELS
-from orchestration.events_file import finite
+from orchestration.history.lines import finite
 from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.schema import Recipe

@@ -30,6 +30,9 @@ from tests.orchestration.runs import forks
 SECONDS = 120.0
 
 
+THINNED = ("sync", "ledger", "turn")  # kinds of which a run's file has fewer events than the index
+
+
 class Service:
     """What runs in ``data``, by an index of its own there or at ``url``."""
 
@@ -133,7 +136,21 @@ class Service:
             await index.close()
 
     def metrics(self, record: RunRecord) -> list[Event]:
-        return list(read_metrics(Path(record.folder) / METRICS))
+        """All that the run's files have, with the detail of the last minutes."""
+        return list(read_metrics(Path(record.folder) / METRICS, detail=True))
+
+
+def told_once(found: list[Event], events: list[Event]) -> None:
+    """``found``, of a run's files, has each of its ``events`` once and in order; but of syncs, ledgers and turns, which are
+    thinned, it has sums and the newest ones, some with ids of their own."""
+    ids = {event.id for event in events}
+    whole = [(event.id, event.kind) for event in events if event.kind not in THINNED]
+    assert [(event.id, event.kind) for event in found if event.kind not in THINNED and event.id in ids] == whole
+    assert {event.kind for event in found if event.id not in ids} <= {*THINNED, "stage"}
+    ledgers = [event.data for event in events if event.kind == "ledger"]
+    assert [event.data for event in found if event.kind == "ledger"][-1:] == ledgers[-1:]
+    loaded, kept = (sum(event.data["bytes"] for event in of if event.kind == "sync") for of in (events, found))
+    assert loaded == kept
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ import pytest
 from orchestration import events_file
 from orchestration.disk import replacing
 from orchestration.events_file import METRICS, MetricsFile, read_metrics
+from orchestration.history.lines import line_of
 from orchestration.private_files import write_private
 from pipeline.events import Event, order
 from pipeline.index.client import Index
@@ -66,7 +67,7 @@ def test_a_full_disk_tears_no_line_and_loses_no_event_once_it_has_room(
 def test_events_that_no_room_came_for_are_reported_and_a_limit_ends_the_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events_file, "MOST_KEPT", 2 * len(events_file.event_json(event(1))) + 2)
+    monkeypatch.setattr(events_file, "MOST_KEPT", 2 * len(line_of(event(1))))
     file = MetricsFile(tmp_path / METRICS)
     with disk(monkeypatch, 0):
         file.event(event(1))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from aiohttp import web
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
@@ -22,14 +24,20 @@ from api.telemetry.fanout import Ending, EventReader, Fanout, Fanouts
 from api.telemetry.history import History, id_at
 from api.telemetry.perfetto import REPORT_SECONDS, Trace, trace_json
 from api.telemetry.prometheus import Exposition, ServerMetrics
-from api.telemetry.series import SERIES, Series, TooMany, Wanted, names_like, width
+from api.telemetry.series import SERIES, Wanted, names_like, width
 from orchestration.events_file import METRICS
+from orchestration.history.kept import EVERY
+from orchestration.history.reduction import TooMany
 from orchestration.service.registry import RunRecord
-from pipeline.events import ENDED, Kind
+from pipeline.events import ENDED, Event, Kind, order
+
+if TYPE_CHECKING:
+    from orchestration.history.past import Series
 
 EVENT_ID = r"^([0-9]{1,18}(-[0-9]{1,18})?|\$)$"
 FINEST_SECONDS = 1e-3  # of a point; events have their times in milliseconds
 MOST_NAMES = 60  # that an error lists
+WAITING_SECONDS = 2 * EVERY  # for which events wait for the file, where a run has few workers
 Time = Annotated[float, Field(ge=0, le=1e11, description="Unix seconds.")]
 
 
@@ -42,8 +50,8 @@ class Telemetry:
         self.fanouts = Fanouts(self._fanout)
         self.exposition = Exposition(service.registry, self.fanouts, self.server)
 
-    def history(self, record: RunRecord) -> History:
-        return History(lambda: self._service.index(record.id), self._service.folder(record) / METRICS)
+    def history(self, record: RunRecord, *, detail: bool = False) -> History:
+        return History(lambda: self._service.index(record.id), self._service.folder(record) / METRICS, detail=detail)
 
     async def close(self, _: web.Application) -> None:
         self.fanouts.close()
@@ -180,27 +188,38 @@ async def history(service: Service, path: RunPath, query: HistoryQuery, request:
     begin, end = _range(record, query)
     every = width(end - begin) if query.every is None else query.every
     every = 0.0 if every < FINEST_SECONDS else every
-    series = Series(every, Wanted(query.names))
-    kinds = series.wanted.kinds
+    wanted = Wanted(query.names)
+    file = service.folder(record) / METRICS
+    # Clocks of workers differ a little from the service's: what is not asked for cuts nothing off.
+    first, last = 0.0 if query.begin is None else begin, math.inf if query.end is None else end
     try:
-        async for page in _pages(request, record, begin, end):
+        past = await asyncio.to_thread(_past, file, first, last, every, wanted)
+        async for page in _pages(request, record, first, last, past.last):
             for event in page:
-                if event.kind in kinds:
-                    series.add(event)
+                if first <= event.time <= last and past.lacks(event):
+                    past.add(event)
+        view = MetricsView.model_validate({"from": begin, "to": end, "every": every, "series": {}})
+        body = await asyncio.to_thread(_joined, view, past)
     except TooMany as many:
         raise HTTPProblem(
             422, f"{many}.", kind="too-many-points", field="query.every", value=every, fix=str(many)
         ) from None
-    if missing := series.wanted.missing:
+    if missing := wanted.missing:
         await _refuse_unknown(service, record, missing)
-    view = MetricsView.model_validate({"from": begin, "to": end, "every": every, "series": {}})
-    return web.Response(body=await asyncio.to_thread(_joined, view, series), content_type=JSON)  # type: ignore[return-value]
+    return web.Response(body=body, content_type=JSON)  # type: ignore[return-value]
 
 
-def _joined(view: MetricsView, series: Series) -> bytes:
-    """``view`` with the columns of ``series`` as JSON, column by column: writing one holds the interpreter lock."""
+def _past(file: Path, begin: float, end: float, every: float, wanted: Wanted) -> Series:
+    """What a run's files have of a time; read in a thread, where numpy is imported too."""
+    from orchestration.history.past import past_of
+
+    return past_of(file, begin, end, every, wanted)
+
+
+def _joined(view: MetricsView, past: Series) -> bytes:
+    """``view`` with the columns of ``past`` as JSON, column by column: writing one holds the interpreter lock."""
     parts = []
-    for name, columns in series.columns().items():
+    for name, columns in past.columns():
         pairs = (to_json(key) + b":" + to_json(values, inf_nan_mode="null") for key, values in columns.items())
         parts.append(to_json(name) + b":{" + b",".join(pairs) + b"}")
     head = view.model_dump_json(by_alias=True).encode()
@@ -240,7 +259,7 @@ class TraceDocument(BaseModel):
 async def trace(service: Service, path: RunPath, query: RangeQuery, request: web.Request) -> TraceDocument:
     record = await service.registry.get(path.run)
     begin, end = _range(record, query)
-    pages = _pages(request, record, begin, end + REPORT_SECONDS)
+    pages = request.app[TELEMETRY].history(record, detail=True).pages(id_at(begin), end + REPORT_SECONDS)
     response: Any = web.StreamResponse(
         headers={
             "Content-Type": "application/json",
@@ -264,8 +283,10 @@ def _range(record: RunRecord, query: RangeQuery) -> tuple[float, float]:
     return begin, max(begin, end)
 
 
-def _pages(request: web.Request, record: RunRecord, begin: float, end: float) -> AsyncIterator[Any]:
-    return request.app[TELEMETRY].history(record).pages(id_at(begin), end)
+def _pages(request: web.Request, record: RunRecord, begin: float, end: float, known: str) -> AsyncIterator[list[Event]]:
+    """Events of the index that the run's file, whose last event is ``known``, may lack: some wait a minute for it."""
+    seconds = order(known)[0] / 1000 - WAITING_SECONDS
+    return request.app[TELEMETRY].history(record).pages(id_at(max(begin, seconds)), end)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

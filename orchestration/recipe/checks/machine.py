@@ -44,6 +44,8 @@ from stages.rewards.registry import RESERVED, RewardError, RewardFunctions, para
 
 FEW_SAMPLES = 64 * 2**20  # bytes; pipeline.keep_samples up to this needs no free room
 STEP_BYTES = 8 * 2**10  # of metrics.jsonl and the logs, for each step
+HOUR_BYTES = 2**20  # of metrics.jsonl for each hour, whatever the number of steps
+STEP_HOURS = 1 / 60  # of a step, at most, where nothing says how long it takes
 # By prompts.source: the package that it needs, and the extra that installs it.
 PACKAGES = {
     "reasoning_gym": ("reasoning_gym", "quickstart"),
@@ -369,11 +371,14 @@ def disk_has_room(recipe: Recipe, environment: Environment) -> Iterator[Problem]
     if free is None:
         return
     room = f"{format_size(free)} are free on the disk of {environment.folder}"
-    logs, each = STEP_BYTES * recipe.train.steps, checkpoint_bytes(recipe)
+    steps, each = recipe.train.steps, checkpoint_bytes(recipe)
+    hours = steps * STEP_HOURS
+    logs = STEP_BYTES * steps + round(HOUR_BYTES * hours)
     checkpoints = (recipe.checkpoint.keep + 1) * each  # one more while it is written
     samples = recipe.pipeline.keep_samples
     if logs > free:
-        wrong = f"makes about {format_size(logs)} of metrics and logs, and {room}"
+        days = f"{hours / 24:,.1f} days of a minute a step"
+        wrong = f"makes about {format_size(logs)} of metrics and logs in {days}, and {room}"
         yield problem(recipe, "train.steps", wrong, "free some, or run where there is more")
     elif checkpoints + logs > free:
         wrong = f"is of {format_size(each)} each: {format_size(checkpoints)} with the one being written, and {room}"

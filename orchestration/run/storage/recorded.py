@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from orchestration.events_file import METRICS, read_metrics
+from orchestration.events_file import METRICS, newest_checkpoint
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint, CheckpointUnusable
@@ -45,8 +45,7 @@ def store_url(recipe: Recipe, out: Path, run: str = "") -> str:
 def recorded_version(out: Path) -> int:
     """Returns the newest version of which the run in ``out`` has recorded a checkpoint; 0: none."""
     metrics = out / METRICS
-    versions = [event.data["version"] for event in read_metrics(metrics) if event.kind == "checkpoint"]
-    versions += _in_index(out / INDEX)
+    versions = [newest_checkpoint(metrics), *_in_index(out / INDEX)]
     if not metrics.is_file():  # otherwise it is newer than the summary, which is written when a run ends
         versions += _in_summary(out / SUMMARY)
     return max(versions, default=0)

@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from api.telemetry import fanout as stream
 from api.telemetry import history as events
 from api.telemetry.fanout import NOW, Batch, Ending, EventReader, Fanout, Fanouts
-from api.telemetry.history import History, id_at, read_after
-from orchestration.events_file import MetricsFile, event_json
+from api.telemetry.history import History, id_at
+from orchestration.events_file import MetricsFile
+from orchestration.history.lines import event_json
+from orchestration.history.segments import EventLog
 from orchestration.service.registry import RunRecord
 from pipeline.events import Event, Kind, StateEvent, order
 from pipeline.index.client import Index
@@ -357,7 +359,7 @@ def test_any_place_in_the_file_is_found(
             if i - 1 not in torn:
                 kept.append(event)
     path.write_text("".join(lines))
-    found = read_after(path, f"{max(asked, 0)}-0", count)
+    found = EventLog(path).after(f"{max(asked, 0)}-0", count)
     expected = [event for event in kept if order(event.id) > (max(asked, 0), 0)][:count]
     assert [event.id for event in found] == [event.id for event in expected]
 

@@ -28,9 +28,23 @@ def record(folder: Path, events: list[Event]) -> None:
             file.event(event)
 
 
-def test_metrics_hold_every_event_as_it_was(tmp_path: Path) -> None:
-    record(tmp_path, scripted.events())
-    assert list(read_metrics(tmp_path / METRICS)) == scripted.events()
+def test_metrics_hold_every_event_as_it_was_and_of_those_by_the_clock_the_totals(tmp_path: Path) -> None:
+    everything = scripted.events()
+    record(tmp_path, everything)
+    kept = list(read_metrics(tmp_path / METRICS))
+    by_clock = ("stage", "sync")
+    assert [event for event in kept if event.kind not in by_clock] == [
+        event for event in everything if event.kind not in by_clock
+    ]
+    for worker in ("rollout-0", "update-0"):
+        told, last = ([e.data for e in events if e.data.get("worker") == worker] for events in (everything, kept))
+        for total in ("wall", "busy", "waiting_input", "rows", "tokens"):
+            assert [e[total] for e in last if "wall" in e][-1] == [e[total] for e in told if "wall" in e][-1]
+        for sums in ("bytes", "publish_seconds", "exposed_seconds", "hidden_seconds"):
+            assert sum(e.get(sums, 0) for e in last) == pytest.approx(sum(e.get(sums, 0) for e in told))
+    of_detail = [event for event in read_metrics(tmp_path / METRICS, detail=True) if event.kind == "stage"]
+    ids = {event.id for event in everything if event.kind == "stage"}
+    assert [event for event in of_detail if event.id in ids] == [e for e in everything if e.kind == "stage"]
 
 
 def test_metrics_are_strict_json_whatever_was_measured(tmp_path: Path) -> None:

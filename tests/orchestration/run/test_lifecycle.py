@@ -215,7 +215,9 @@ def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / METRICS) as file:
         for step in range(5):
             file.event(event("step", 2 * step + 1, step=step, version=step + 1))
-            file.event(event("sync", 2 * step + 2, version=step + 1))
+            file.event(event("sync", 2 * step + 2, worker="update-0", version=step + 1, bytes=8))
+            if step == 2:
+                file.event(Event("6-1", 6.5, "checkpoint", {"version": 3}))
         file.event(event("state", 11, state="stopped"))
     with (tmp_path / METRICS).open("ab") as cut_short:
         cut_short.write(b'{"id": "12-0", "ki')
@@ -225,7 +227,9 @@ def test_a_resumed_run_s_metrics_tell_each_step_once(tmp_path: Path) -> None:
         file.event(event("step", 13, step=3, version=4))
     kept = list(read_metrics(tmp_path / METRICS))
     assert [found.data["step"] for found in kept if found.kind == "step"] == [0, 1, 2, 3]
-    assert [found.data["version"] for found in kept if found.kind == "sync"] == [1, 2, 3]
+    synced = [found.data for found in kept if found.kind == "sync"]
+    assert [found["version"] for found in synced] == [1, 3], "those of a minute are one, up to a checkpoint"
+    assert sum(found["bytes"] for found in synced) == 3 * 8
     assert [found.kind for found in kept].count("state") == 1
     rewound = {"stage": "runner", "worker": "runner-0", "change": "rewound", "version": 2}
     with MetricsFile(tmp_path / METRICS) as file:

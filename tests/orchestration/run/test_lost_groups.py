@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import pytest
 
 from api.terminal.report import write_report
-from orchestration.events_file import METRICS, event_json
+from orchestration.events_file import METRICS
 from orchestration.guard.waiting import waiting_chain
+from orchestration.history.lines import event_json
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.run import Run
 from stages.flow import Drop, UserStage

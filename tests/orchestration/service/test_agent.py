@@ -26,7 +26,7 @@ from pipeline.index.client import Index
 from tests.compose.sandbox import missing
 from tests.orchestration.run.test_run import assert_equal, synchronous, weights_of
 from tests.orchestration.runs import MOCK, TINY, forks, recipe
-from tests.orchestration.services import Service, serving, shared_memory
+from tests.orchestration.services import Service, serving, shared_memory, told_once
 
 INLINE: dict[str, Any] = {**MOCK, "launch": {**MOCK["launch"], "launcher": "inline", "max_restarts": 3}}
 PROCESSES: dict[str, Any] = {**MOCK, "launch": {**MOCK["launch"], "launcher": "process", "max_restarts": 3}}
@@ -55,7 +55,7 @@ async def assert_finished(service: Service, run: str, recipe: Recipe, attempts: 
     events = await service.events(run)
     assert_whole(recipe, events)
     assert events[-1].data == {"state": "finished", "reason": ""}
-    assert [(e.id, e.kind) for e in service.metrics(record)] == [(e.id, e.kind) for e in events]
+    told_once(service.metrics(record), events)
     return record
 
 
@@ -94,6 +94,7 @@ async def test_runs_wait_for_room_and_begin_in_their_order(tmp_path: Path) -> No
         assert (await index.ledger())["trained"] == of_all.train.steps * 16
         assert sorted(os.listdir(record.folder)) == [
             "checkpoints",
+            "detail.jsonl",
             "logs",
             "metrics.jsonl",
             "recipe.json",
@@ -343,7 +344,7 @@ async def test_a_stopped_run_goes_on_with_other_keys_and_no_step_is_lost_or_doub
         record = await service.ended(run)
         assert (record.state, record.reason, record.attempts) == ("finished", "", 1)
         events = await service.events(run)
-        assert [(e.id, e.kind) for e in service.metrics(record)] == [(e.id, e.kind) for e in events]
+        told_once(service.metrics(record), events)
         assert_whole(longer.model_copy(update={"name": record.name}), events)
         assert sorted({e["version"] for e in of(events, "evaluation")}) == [
             e["version"] for e in of(events, "evaluation")

@@ -16,7 +16,7 @@ from api.telemetry.progress import Progress
 from api.telemetry.trackers import Points
 from api.terminal.live import plain_line
 from api.terminal.report import samples_markdown, summarize
-from orchestration.events_file import event_json
+from orchestration.history.lines import event_json
 from pipeline.events import EvaluationEvent, Event
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.mock.options import MockRolloutOptions

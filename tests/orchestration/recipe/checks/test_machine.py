@@ -328,7 +328,11 @@ def test_what_a_run_writes_must_have_room_on_its_disk(tmp_path: Path, monkeypatc
     monkeypatch.setattr(machine, "free_bytes", lambda folder: 20 * 2**20)
     assert messages(of(), folder=tmp_path) == {}, "what is kept by default is kept as far as there is room"
     found = messages(of(train={"steps": 10**6}), folder=tmp_path)
-    assert "metrics and logs" in found["train.steps"]
+    assert "metrics and logs in 694.4 days of a minute a step" in found["train.steps"]
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: machine.STEP_BYTES * 10**5 + 2**20)
+    found = messages(of(train={"steps": 10**5}), folder=tmp_path)
+    assert "metrics and logs" in found["train.steps"], "the steps have room, and the days do not"
+    monkeypatch.setattr(machine, "free_bytes", lambda folder: 20 * 2**20)
     found = messages(of(checkpoint={"keep": 50}), folder=tmp_path)
     assert "20 MiB are free" in found["checkpoint.keep"]
     fits = int(found["checkpoint.keep"].partition("use a value <= ")[2].partition(",")[0])
