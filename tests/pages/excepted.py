@@ -21,6 +21,7 @@ COMMANDS = {
 # Pages of which no command is executed.
 WHOLE = {
     "compose/README.md": DOCKER,
+    "docs/measurements/gpu.md": "a CUDA GPU",
     "docs/two-machines.md": "a second machine; tests/orchestration/run/test_hosts.py executes it in two networks",
 }
 # On the pages of docs/measurements.
