@@ -48,9 +48,9 @@ class Facts:
         self.begins = min(self.begins, event.time) if self.begins else event.time
         self.ends = max(self.ends, event.time)
         self.made = max(self.made, version_of(event))
-        version = int(event.data.get("version") or 0)
+        version = _whole(event.data, "version")
         if event.kind == "step":
-            step = int(event.data.get("step") or 0)
+            step = _whole(event.data, "step")
             self.first_step = min(step, self.first_step) if self.first_step >= 0 else step
             self.last_step = max(step, self.last_step)
         elif event.kind == "evaluation":
@@ -77,12 +77,18 @@ def version_of(event: Event) -> int:
     which does not say its version."""
     data: Mapping[str, Any] = event.data
     if event.kind == "alarm":
-        return int(data["step"]) + 1
+        return _whole(data, "step") + 1
     if event.kind == "forecast":  # it is about the step that follows
-        return int(data["step"])
+        return _whole(data, "step")
     if event.kind in ("step", "evaluation", "sync", "checkpoint", "ledger", "turn"):
-        return int(data.get("version") or 0)
+        return _whole(data, "version")
     return -1
+
+
+def _whole(data: Mapping[str, Any], name: str) -> int:
+    """0 where there is no such number: an event may be of any program."""
+    value = data.get(name)
+    return value if isinstance(value, int) else 0
 
 
 def made_after(version: int, event: Event) -> bool:
