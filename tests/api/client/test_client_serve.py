@@ -123,7 +123,9 @@ async def test_a_server_killed_and_started_again_costs_a_reader_nothing(
                     await asyncio.to_thread(made.start)
             ended = await client.wait_until_ended(run.id)
             assert (ended.state, ended.attempts, ended.steps_done) == ("finished", 1, 12)
-        written = [event for event in read_metrics(Path(ended.folder) / METRICS, detail=True) if event.kind not in THINNED]
+        written = [
+            event for event in read_metrics(Path(ended.folder) / METRICS, detail=True) if event.kind not in THINNED
+        ]
         ids = {event.id for event in seen}
         assert len(ids) == len(seen)
         assert [event.id for event in seen if event.kind not in THINNED] == [e.id for e in written if e.id in ids]
