@@ -12,6 +12,7 @@ import socket
 import stat
 import struct
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -265,7 +266,7 @@ class Reaches(Marks):
                 reach()
                 reached |= 1 << bit
         try:
-            Path("scratch").write_text("its own")
+            tempfile.TemporaryFile().close()
         except OSError:
             reached |= 16
         return {"mark": torch.full((len(rows["response_ids"]),), float(reached))}
