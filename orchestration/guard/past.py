@@ -12,6 +12,7 @@ from collections import deque
 from pathlib import Path
 
 from orchestration.events_file import read_metrics
+from orchestration.history.facts import made_after
 from pipeline.events import Event, order
 
 # The kinds that the guard judges or acts on, and what it reads of them: a file may be of any origin.
@@ -53,7 +54,7 @@ class Past:
 
     def _rewind(self, version: int) -> None:
         """Remove what was made after policy ``version``."""
-        self.events = deque(event for event in self.events if not _made_after(version, event))
+        self.events = deque(event for event in self.events if not made_after(version, event))
         self._steps = deque(step for step in self._steps if step < version)
 
 
@@ -71,8 +72,3 @@ def read_past(path: Path, steps: int) -> list[Event]:
             break  # it has no more, or these are enough
         before = count
     return events
-
-
-def _made_after(version: int, event: Event) -> bool:
-    made: int = event.data["version"] if event.kind != "alarm" else event.data["step"] + 1
-    return made > version

@@ -25,8 +25,10 @@ def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Proble
         wrong = "has no effect: prompts.responses are given, nothing is sampled, and evaluations are greedy"
         yield Problem("rollout.temperature", recipe.rollout.temperature, wrong, "leave it out")
     confined = [function.name for function in recipe.reward.functions if function.is_sandboxed]
-    if confined and recipe.runs_stage("reward") and (shortfall := available().shortfall):
-        yield Problem("reward.functions", None, f"{confined} get {shortfall}", WAY_OUT)
+    stages = [stage.use for stage in recipe.stages if stage.sandbox]
+    for key, names in ("reward.functions", confined if recipe.runs_stage("reward") else []), ("stages", stages):
+        if names and (shortfall := available().shortfall):
+            yield Problem(key, None, f"{names} get {shortfall}", WAY_OUT)
     if recipe.rollout.engine != "torch" and not recipe.prompts.responses and recipe.model.vocabulary == "auto":
         yield from _unmasked(recipe)
     if change is not None and longest > change:
