@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from pathlib import Path
+
+import psutil
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILER = shutil.which("cc")
@@ -16,10 +19,19 @@ class ShiftedClock:
 
     def __init__(self, folder: Path) -> None:
         assert COMPILER is not None, WITHOUT_COMPILER
-        library, self._file = folder / "shifted_clock.so", folder / "shift"
-        subprocess.run([COMPILER, "-O1", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"], check=True)
+        self._library, self._file = folder / "shifted_clock.so", folder / "shift"
+        subprocess.run([COMPILER, "-O1", "-shared", "-fPIC", "-o", self._library, SOURCE, "-ldl"], check=True)
         self._file.write_bytes(bytes(8))
-        self.environment = {"LD_PRELOAD": str(library), "SHIFTED_CLOCK": str(self._file)}
+        self.environment = {"LD_PRELOAD": str(self._library), "SHIFTED_CLOCK": str(self._file)}
+
+    def processes(self) -> list[psutil.Process]:
+        """The processes of this machine that have the clock."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                if str(self._library) in Path(f"/proc/{process.pid}/maps").read_text():
+                    found.append(process)
+        return found
 
     def set(self, seconds: int) -> None:
         """Let the clock be ``seconds`` ahead of the machine's."""

@@ -79,8 +79,9 @@ async def _announce_closing(app: web.Application) -> None:
 
 async def _background_tasks(app: web.Application) -> AsyncIterator[None]:
     watching = asyncio.create_task(app[SERVICE].sessions.watch())
+    giving_up = asyncio.create_task(app[SERVICE].give_up_events())
     yield
-    await cancel_all(watching)
+    await cancel_all(watching, giving_up)
     await app[SERVICE].close()
 
 

@@ -1,6 +1,7 @@
 """Status of the runs of a service, from their events: totals with each worker's newest event, and the newest step.
 
 events of a run ──(only new ones)──▶ RunStatus: RunTotals      one for each run, at most MOST_TOTALS of them
+what its runner has added up ──────▶┘ where these are too many, or are not in the index any more
 """
 
 from __future__ import annotations
@@ -10,30 +11,44 @@ import math
 import time
 from collections import OrderedDict
 
-from api.telemetry.totals import RunTotals
 from orchestration.external.accounting import PREFIX
+from orchestration.history.totals import RunTotals
+from orchestration.service.recording import BEGINNING, Recorded
 from orchestration.service.registry import RunRecord
-from pipeline.events import ENDED, StepEvent
+from pipeline.events import ENDED, StepEvent, order
 from pipeline.index.client import Index
 
 FRESH_SECONDS = 0.25  # for which an answer of the index is used again
+OLD_SECONDS = 20.0  # after which events that follow may have left the index
 MOST_TOTALS = 128  # runs with totals in memory
 MOST_STEPS = 10_000  # runs with their newest step in memory
 
 
-class RunStatus(RunTotals):
-    """Totals of the events up to the id ``after``; ``read`` is when, on the monotonic clock."""
+class RunStatus:
+    """The ``totals`` of a run's events up to the id ``after``; ``read`` is when, on the monotonic clock."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.after, self.read = "0", 0.0
+        self.totals = RunTotals()
+        self.after, self.read = BEGINNING, -math.inf
         self.lock = asyncio.Lock()
 
     def process(self, worker: str) -> str:
         """The process that runs a stage's worker: its own, or the one of the light stages; "" for an external worker."""
-        if worker in self.processes:
+        if worker in self.totals.processes:
             return worker
         return "" if worker.startswith(PREFIX) else "flow-0"
+
+    async def update(self, index: Index) -> None:
+        """Add the events that came since it was read."""
+        if time.monotonic() - self.read > OLD_SECONDS:
+            recorded = await Recorded.of(index)
+            if order(recorded.after) > order(self.after):
+                self.totals, self.after = recorded.totals, recorded.after
+        while events := await index.past_events(self.after):
+            for event in events:
+                self.totals.apply(event)
+            self.after = events[-1].id
+        self.read = time.monotonic()
 
 
 class RunStatuses:
@@ -45,19 +60,14 @@ class RunStatuses:
         self._steps: OrderedDict[str, tuple[float, float | None, StepEvent | None]] = OrderedDict()
 
     async def of(self, index: Index) -> RunStatus:
-        """The status of the run now. The first call for a run reads all of its events."""
+        """The status of the run now."""
         run = self._runs.setdefault(index.run, RunStatus())
         self._runs.move_to_end(index.run)
         while len(self._runs) > MOST_TOTALS:
             self._runs.popitem(last=False)
         async with run.lock:
-            while time.monotonic() - run.read > FRESH_SECONDS:
-                events = await index.past_events(run.after)
-                for event in events:
-                    run.apply(event)
-                    run.after = event.id
-                if not events:
-                    run.read = time.monotonic()
+            if time.monotonic() - run.read > FRESH_SECONDS:
+                await run.update(index)
         return run
 
     async def step(self, index: Index, record: RunRecord) -> StepEvent | None:
@@ -69,7 +79,8 @@ class RunStatuses:
             fresh = ended == record.ended  # read after its end: it has no further step
         if record.state != "created" and not fresh:
             event = await index.newest("step")
-            read, step = time.monotonic(), StepEvent.of(event.data) if event else step
+            found = StepEvent.of(event.data) if event else (await Recorded.of(index)).totals.step
+            read, step = time.monotonic(), found or step
         if record.state in ENDED or step is not None:
             self._steps[record.id] = read, record.ended, step
         while len(self._steps) > MOST_STEPS:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from pathlib import Path
 from typing import Any, Self
 
+import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,8 +26,12 @@ from api.server.external_sessions import ExternalSessions
 from api.server.problems import HTTPProblem
 from api.server.recipe_checks import Checks
 from api.server.run_status import RunStatuses
+from orchestration.events_file import METRICS
+from orchestration.service.recording import give_up
 from orchestration.service.registry import Registry, RunRecord
-from pipeline.index.client import Index
+from pipeline.index.client import Index, IndexUnreachable
+
+log = structlog.get_logger()
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 INDEX_SECONDS = 10.0  # for which a request waits for an index that restarts
@@ -35,6 +40,8 @@ OTHERS_SHARE = 8  # of them, one of so many is left to other tokens and addresse
 PRINCIPAL = web.RequestKey("principal", Token)  # the token of a request for an operation with a scope
 NO_TOKEN = "none"  # is as if no token came: clients of OpenAI's API cannot be made without one
 MOST_OWNERS = 10_000  # of runs that are remembered
+GIVEN_UP_SECONDS = 60.0  # after a run's end; those who follow it have read its last events by then
+GIVEN_UP_AT_ONCE = 100  # runs
 LOCAL = Token("local", OWN, "admin", 0.0, None)  # the token of every request where none is required
 
 
@@ -215,6 +222,17 @@ class Service:
             fix = f"ask {owner} to do it, or use a token of scope admin" if owner else "use a token of scope admin"
             detail = f"Run {run!r} {whose}; the token that came is {token.name!r}'s."
             raise HTTPProblem(403, detail, kind="owner", field="path.run", value=run, fix=fix)
+
+    async def give_up_events(self) -> None:
+        """Have the index give up the events of ended runs that this server can read in their files. Without end."""
+        while True:
+            try:
+                for record in await self.registry.whole(GIVEN_UP_SECONDS, GIVEN_UP_AT_ONCE):
+                    given_up = await give_up(self.index(record.id), self.folder(record) / METRICS)
+                    await self.registry.looked_at(record.id, given_up=given_up)
+            except (IndexUnreachable, OSError) as error:
+                log.warning("events of ended runs stay in the index for now", reason=str(error))
+            await asyncio.sleep(GIVEN_UP_SECONDS / 4)
 
     async def forget(self, run: str) -> None:
         """Close what is open for a deleted run."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from api.telemetry.thinned import Thinned
-from api.telemetry.totals import RunTotals, shares
+from orchestration.history.totals import RunTotals, shares
 from pipeline.events import (
     ENDED,
     AlarmEvent,

@@ -26,10 +26,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from api.telemetry.fanout import Batch, Ending, Fanouts
-from api.telemetry.totals import SHARES, RunTotals, WorkerTotals
+from orchestration.history.totals import SHARES, RunTotals, WorkerTotals
+from orchestration.service.recording import Recorded
 from orchestration.service.registry import Registry, RunRecord
 from pipeline.events import ENDED, Event
 from pipeline.first_of import cancel_all
+from pipeline.index.client import Index
 
 log = structlog.get_logger()
 
@@ -182,7 +184,9 @@ class Exposition(Collector):
         run = RunListener(record)
         try:
             async with self._fanouts.listening(record, run) as fanout:
-                await fanout.join(run)
+                recorded = await Recorded.of(Index(self._registry.link, record.id))
+                run.totals, run.totals.state = recorded.totals, record.state
+                await fanout.join(run, recorded.after)
                 self._runs[record.id] = run
                 caught_up.set()
                 while not self._is_over(run):  # noqa: ASYNC110

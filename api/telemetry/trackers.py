@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from api.telemetry.history import BEGINNING, History
-from api.telemetry.totals import RunTotals, per_second, shares
 from orchestration.disk import replacing
 from orchestration.events_file import METRICS, newest_id
 from orchestration.history.kept import of_one
 from orchestration.history.lines import finite_numbers
+from orchestration.history.totals import RunTotals, per_second, shares
 from pipeline.compat.extras import ExtraMissing, extra
 from pipeline.events import ENDED, Event, order
 from pipeline.index.client import Index, IndexUnreachable

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api.telemetry.progress import Progress
-from api.telemetry.totals import SHARES, shares
+from orchestration.history.totals import SHARES, shares
 from orchestration.recipe.values import format_size
 from pipeline.events import AlarmEvent, EvaluationEvent, Event, StateEvent, StepEvent, WorkerEvent
 

@@ -20,12 +20,12 @@ from typing import Any
 from rich.table import Table
 
 from api.telemetry.progress import Progress
-from api.telemetry.totals import shares
 from api.terminal.live import duration, number, unscored
 from api.terminal.screen import pairs_table
 from orchestration.disk import replacing
 from orchestration.events_file import METRICS, read_metrics
 from orchestration.history.lines import finite
+from orchestration.history.totals import shares
 from orchestration.recipe.devices import assign, on_this_node, shown
 from orchestration.recipe.planner import Plan, prompt_limits
 from orchestration.recipe.schema import Recipe

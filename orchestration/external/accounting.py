@@ -34,10 +34,11 @@ MOST = 256  # workers of one run: they choose their names, and each name is a se
 
 @dataclass
 class LeaseTime:
-    """A lease: ``began`` in Unix seconds, ``until`` (its deadline) in monotonic seconds; ``left`` of its rows are not
-    committed."""
+    """A lease: ``began`` in Unix seconds, ``taken`` at the same moment and ``until`` (its deadline) in monotonic seconds;
+    ``left`` of its rows are not committed."""
 
     began: float
+    taken: float
     until: float
     rows: int
     left: int
@@ -62,13 +63,15 @@ class StageTime:
         """Records that the worker got ``rows`` under a lease of ``lease`` seconds."""
         self.clock.account()
         self.clock.working += 1
-        self.leases[token] = LeaseTime(time.time(), time.monotonic() + lease, rows, rows, version)
+        now = time.monotonic()
+        self.leases[token] = LeaseTime(time.time(), now, now + lease, rows, rows, version)
 
     def end(self, token: str) -> None:
         lease = self.leases.pop(token)
         self.clock.account()
         self.clock.working -= 1
-        self.spans.add(self.stage, lease.began, time.time() - lease.began, rows=lease.rows, version=lease.version)
+        seconds = time.monotonic() - lease.taken
+        self.spans.add(self.stage, lease.began, seconds, rows=lease.rows, version=lease.version)
 
     def is_silent(self) -> bool:
         """Ends the leases that are past their deadline. Returns whether the worker made no claim lately."""

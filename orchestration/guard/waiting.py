@@ -46,7 +46,7 @@ async def waiting_chain(index: Index) -> list[Wait]:
     """Returns the chain of the run in ``index``; empty for one that has ended. Raises LookupError for an unknown run."""
     from pipeline.index.client import ENGINES  # a program that only asks a service has no client of Redis
 
-    state, reason, moved = await index.state()
+    state, reason, _ = await index.state()
     recipe_json = await index.get("recipe")
     if not state or recipe_json is None:
         raise LookupError(f"run: {index.run!r} is not in this index; give the id of a run that is")
@@ -55,7 +55,7 @@ async def waiting_chain(index: Index) -> list[Wait]:
     recipe, found, alive = Recipe.from_json(recipe_json), await index.waiting(), await index.alive()
     status = await index.status()
     chain = _Chain(recipe, found, alive)
-    since, published = chain.age(moved), chain.age(status.wait)
+    since, published = seconds(found.state_age), seconds(found.version_age)
     if state == "paused":
         return [Wait("the run", "`resume`", since, reason)]
     beginning = state in ("created", "starting")
@@ -82,7 +82,7 @@ async def waiting_chain(index: Index) -> list[Wait]:
 
 async def _of_step(index: Index, found: Missing, status: RunStatus, recipe: Recipe, chain: _Chain) -> list[Wait]:
     """What the next step waits for."""
-    step, published = f"step {status.trained}", chain.age(status.wait)
+    step, published = f"step {status.trained}", seconds(found.version_age)
     if found.group is None and status.admitted - status.filtered < (status.trained + 1) * recipe.train.groups_per_step:
         return [Wait(step, "the gate to admit groups", published), *await _gate(index, found, recipe, chain)]
     if found.group is None or found.stage == found.trainer:
@@ -119,11 +119,6 @@ async def _gate(index: Index, found: Missing, recipe: Recipe, chain: _Chain) -> 
 class _Chain:
     def __init__(self, recipe: Recipe, found: Missing, alive: dict[str, SignOfLife]) -> None:
         self._launch, self._external, self._found, self._alive = recipe.launch, recipe.external.stages, found, alive
-
-    def age(self, position: str) -> float | None:
-        """Returns the seconds since ``position`` of a topic, by the server's clock; None where it was never woken."""
-        at = int(position.partition("-")[0])
-        return (self._found.wall - at) / 1000 if at else None
 
     def holders(self, stage: str) -> list[Wait]:
         """Who holds the missing rows of ``stage``; where nobody does, who could claim them."""
@@ -174,6 +169,10 @@ class _Chain:
         """Seconds since the last sign of life."""
         sign = self._alive.get(name)
         return (self._found.now - sign.at) / 1000 if sign is not None else float("inf")
+
+
+def seconds(milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def shown(name: str) -> str:

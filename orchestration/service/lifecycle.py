@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -9,12 +10,17 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
+
+from orchestration.events_file import METRICS
 from orchestration.run.lock import RunLocked, lock_run
+from orchestration.service.recording import record_rest
 from orchestration.service.registry import LIVE, Registry
 from pipeline.index.client import Index
 from pipeline.node import folder_id
 from pipeline.warehouse.arena import shared_memory_directory
 
+log = structlog.get_logger()
 T = TypeVar("T")
 
 WHERE = "index.json"  # in the folder of a live run: the index's URL and the run's id
@@ -64,9 +70,14 @@ async def conclude(registry: Registry, run: str, token: str, state: str, reason:
     async with Index(registry.link, run) as index:
         await index.transition(["", "created", *LIVE, "stopping"], state, reason)
         state, reason, _ = await index.state()
+        folder = Path(active.record.folder) if active.record.folder else None
+        if folder is not None and await asyncio.to_thread(folder.is_dir):
+            try:
+                await record_rest(index, folder / METRICS)
+            except OSError as error:
+                log.error("the run's events are in the index alone", run=run, error=str(error))
         await index.retire()
-    if active.record.folder:
-        folder = Path(active.record.folder)
+    if folder is not None:
         with contextlib.suppress(OSError):
             (folder / WHERE).unlink(missing_ok=True)  # a runner that was killed has not removed it
         with contextlib.suppress(FileNotFoundError):

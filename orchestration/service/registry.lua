@@ -1,5 +1,3 @@
-#!lua name=asyncdock_runs
-
 -- The service's list of runs: what waits, what an agent has taken, what has ended. Every function is one atomic step, and
 -- doing one twice is the same as once, since a client asks again after a lost connection.
 --
@@ -16,42 +14,16 @@
 --                 agent, attempts, deaths (of its latest runners, ms), folder, token (of the lease), process (that holds it)
 --   key:OWNER:KEY run and fingerprint of a submission, for a day
 --   ended         how many have ended, by state
+--   whole         those that have ended and whose events are in the index still, scored by when they ended, in ms
 --   doomed        deleted runs whose folder is there still: run → folder
---   clock         how much less time has passed for leases than for the server's clock
+--   clock         the time of leases, see pipeline/index/lua/clock.lua; each agent calls once a second
 --   wake:runs     a stream of one entry, read with BLOCK: something in the list has changed
 
-local GAP, KEPT = 2500, 1000  -- ms between two calls that count as time, and between two records of the time
 local KEY_SECONDS = 86400
 local SCAN = 250  -- runs looked at in one call, during which the server does nothing else
 
-local function call(...) return redis.call(...) end
 local function wake(all) call('XADD', all .. 'wake:runs', 'MAXLEN', 1, '*', 'x', 1) end
 local function field(all, id, name) return call('HGET', all .. 'run:' .. id, name) end
-
--- The server's clock in ms, for people to read.
-local function wall()
-  local t = call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
-end
-
--- The time by which leases end, in ms, as in pipeline/index/lua/base.lua: without jumps of the server's clock, and without time
--- in which nobody called. Each agent calls once a second.
-local clock
-local function now(all)
-  local t = wall()
-  if not clock then
-    local kept = call('GET', all .. 'clock')
-    clock = kept and cmsgpack.unpack(kept) or { t, 0, 0 }
-  end
-  local gap = t - clock[1]
-  local skipped = gap - math.max(0, math.min(gap, GAP))
-  clock[1], clock[2] = t, clock[2] + skipped
-  if skipped ~= 0 or t - clock[3] >= KEPT then
-    clock[3] = t
-    call('SET', all .. 'clock', cmsgpack.pack(clock))
-  end
-  return t - clock[2]
-end
 
 -- All that is kept of a run; `position` in the queue while it waits, `left` of its lease in ms while it is active.
 local function describe(all, id)
@@ -75,6 +47,7 @@ local function finish(all, id, state, reason)
   call('ZREM', all .. 'active', id)
   call('HSET', all .. 'run:' .. id, 'phase', 'ended', 'state', state, 'reason', reason, 'ended', wall())
   call('HINCRBY', all .. 'ended', state, 1)
+  if field(all, id, 'folder') ~= '' then call('ZADD', all .. 'whole', now(all), id) end
   wake(all)
 end
 
@@ -230,6 +203,7 @@ define('reopen', function(all, a, again)
   call('HDEL', all .. 'run:' .. a.run, 'state', 'reason', 'ended', 'started', 'token', 'deaths')
   call('HSET', all .. 'run:' .. a.run, 'phase', 'waiting', 'recipe', a.recipe, 'attempts', 0, 'agent', '', 'process', '')
   call('ZADD', all .. 'waiting', call('INCR', all .. 'number'), a.run)
+  call('ZREM', all .. 'whole', a.run)
   wake(all)
   return true
 end)
@@ -263,10 +237,25 @@ define('delete', function(all, a, again)
   if known.folder ~= '' then call('HSET', all .. 'doomed', a.run, known.folder) end
   if known.key ~= '' then call('DEL', known.key) end
   call('ZREM', all .. 'order', a.run)
+  call('ZREM', all .. 'whole', a.run)
   call('HINCRBY', all .. 'ended', known.state, -1)
   call('DEL', all .. 'run:' .. a.run)
   wake(all)
   return 'done'
+end)
+
+-- {ago, most} → up to `most` runs that ended `ago` ms ago or earlier, and whose events are in the index still
+define('whole', function(all, a)
+  local found = call('ZRANGEBYSCORE', all .. 'whole', '-inf', now(all) - a.ago, 'LIMIT', 0, a.most)
+  local out = {}
+  for i, id in ipairs(found) do out[i] = describe(all, id) end
+  return out
+end)
+
+-- {run, given_up}: its events are not in the index any more; or they are, and are looked at later again.
+define('looked_at', function(all, a)
+  if a.given_up then return call('ZREM', all .. 'whole', a.run) end
+  return call('ZADD', all .. 'whole', 'XX', now(all), a.run)
 end)
 
 -- → run → folder

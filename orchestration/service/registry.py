@@ -240,6 +240,14 @@ class Registry:
         Returns the new marker."""
         return await self._index.woken(_TOPIC, after, timeout)
 
+    async def whole(self, ago: float, most: int) -> Sequence[RunRecord]:
+        """Return up to ``most`` runs that ended ``ago`` seconds ago or earlier, with all events in the index still."""
+        return await self._records(list(await self._call("whole", ago=int(ago * 1000), most=most) or ()))
+
+    async def looked_at(self, run: str, *, given_up: bool) -> None:
+        """Leave ``run`` out of :meth:`whole`: for good when its events were ``given_up``, or for a while."""
+        await self._call("looked_at", run=run, given_up=given_up)
+
     async def tick(self) -> None:
         """Have time pass for leases: a longer gap than 2.5 s between two calls does not count."""
         await self._call("tick")
@@ -310,7 +318,8 @@ class Registry:
             async with self._loading:
                 if not self._loaded:
                     await self._index.load()
-                    await self._index.load((resources.files(__package__) / "registry.lua").read_text(encoding="utf-8"))
+                    functions = (resources.files(__package__) / "registry.lua").read_text(encoding="utf-8")
+                    await self._index.load("asyncdock_runs", functions)
                     self._loaded = True
         return await self._index.call(f"runs_{name}", **arguments)
 

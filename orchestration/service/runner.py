@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from orchestration.events_file import METRICS, MetricsFile
+from orchestration.events_file import METRICS
 from orchestration.logs import configure
 from orchestration.private_files import keep_from_others
 from orchestration.processes.environment import take
@@ -29,10 +29,11 @@ from orchestration.processes.handles import Process
 from orchestration.recipe.schema import Recipe
 from orchestration.run.run import READERS_SECONDS, Run
 from orchestration.service.lifecycle import LEASE_VARIABLE, conclude
+from orchestration.service.recording import Recording
 from orchestration.service.registry import LEASE_SECONDS, Registry
 from orchestration.streams import open_outputs
 from pipeline.first_of import first_of
-from pipeline.index.client import INDEX_VARIABLE, IndexUnreachable
+from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
 
 log = structlog.get_logger()
 
@@ -94,12 +95,16 @@ class Runner:
         await conclude(self.registry, self.run, self.token, state, reason)
 
     async def _follow(self, run: Run) -> None:
-        """Append the run's events to its file, after those of earlier runners, and report changes of its state."""
-        with MetricsFile(run.out_dir / METRICS) as file:
-            async for event in run.events(file.after):
-                file.event(event)
-                if event.kind == "state":
-                    await self.registry.touch()
+        """Record the run's events, after those of earlier runners, and report changes of its state."""
+        async with Index(self.registry.link, self.run) as index:
+            recording = await Recording.begin(index, run.out_dir / METRICS)
+            try:
+                async for event in run.events(recording.after):
+                    await recording.take(event)
+                    if event.kind == "state":
+                        await self.registry.touch()
+            finally:
+                await recording.close()
 
 
 async def _until_ended(url: str, run: str, token: str, forks: ForkServer | None) -> int:

@@ -22,7 +22,7 @@ from pipeline.index.errors import IndexUnreachable, from_reply
 from pipeline.index.link import Link, is_loading
 
 _PARTS = (
-    *("base", "topics", "arrays", "ranges", "blocks", "groups", "claims"),
+    *("clock", "base", "topics", "arrays", "ranges", "blocks", "groups", "claims"),
     *("prompts", "training", "warehouses", "runs", "transfer_queue"),
 )
 
@@ -58,11 +58,10 @@ class Calls:
         """Returns the address of this machine on the way to the index; "" where that is a Unix socket."""
         return await self._link.own_address()
 
-    async def load(self, library: str | None = None) -> None:
-        """Put the function library, or another one, on the server (replacing another version of it). The same one stays: it
-        remembers the time."""
-        code = library or _library()
-        name = code.partition("\n")[0].rpartition("=")[2]
+    async def load(self, name: str = "asyncdock", functions: str = "") -> None:
+        """Put the library of functions on the server (replacing another version of it), or another one, with ``name`` and
+        ``functions``, which uses that of ``clock.lua``. The same version stays: it remembers the time."""
+        code = _library(name, functions)
         if not any(code.encode() in found for found in await self._redis.function_list(name, withcode=True)):
             await self._redis.function_load(code, replace=True)
 
@@ -138,8 +137,8 @@ def key_prefix(run: str) -> str:
 
 
 @cache
-def _library() -> str:
-    """The function library: the files of ``lua/`` in the order in which they use each other."""
-    folder = resources.files("pipeline.index") / "lua"
-    parts = [folder.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in _PARTS]
-    return "\n".join(["#!lua name=asyncdock", *parts])
+def _library(name: str, functions: str) -> str:
+    """The code of a library: the files of ``lua/`` in the order in which they use each other, or ``functions``."""
+    folder, needed = resources.files("pipeline.index") / "lua", _PARTS[:1] if functions else _PARTS
+    parts = [folder.joinpath(f"{part}.lua").read_text(encoding="utf-8") for part in needed]
+    return "\n".join([f"#!lua name={name}", *parts, functions])

@@ -179,7 +179,8 @@ class SignOfLife:
 
 @dataclass(frozen=True)
 class Missing:
-    """What training waits for at ``now``, in ms of the time by which leases end; ``wall``: of the server's clock.
+    """What training waits for at ``now``, in ms of the time by which leases end. The run has its state since ``state_age``
+    ms, and its policy version since ``version_age`` (None: since its beginning).
 
     ``group``: the oldest open group that ``trainer``, the stage that takes batches, cannot claim (None: it could claim all).
     ``stage``: the first one that has ``rows`` of the group to process ("": the group waits for admission), of which
@@ -187,7 +188,8 @@ class Missing:
     stage has processed or parked since the run began."""
 
     now: int
-    wall: int
+    state_age: int | None
+    version_age: int | None
     settled: int
     trainer: str
     group: int | None
@@ -313,7 +315,8 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         holders = tuple((worker, int(since)) for worker, since in found["holders"] or ())
         group = None if found["group"] is False else found["group"]
         names = {name: found[name] or "" for name in ("trainer", "stage")}
-        return Missing(**found | names | {"group": group, "holders": holders})
+        ages = {name: None if found[name] is False else found[name] for name in ("state_age", "version_age")}
+        return Missing(**found | names | ages | {"group": group, "holders": holders})
 
     async def forget_worker(self, worker: str) -> None:
         """``worker`` is dead: end its leases now, and free the blocks that it holds open."""

@@ -51,6 +51,10 @@ class Events(Calls):
         found = await self._redis.xrange(f"{self.prefix}events", min=f"({after}", max="+", count=count)
         return [_event(entry, fields) for entry, fields in found]
 
+    async def remove_events_before(self, event: str) -> None:
+        """Remove the events before the id ``event``. Ids that follow are still greater than those that were there."""
+        await self._redis.xtrim(f"{self.prefix}events", minid=event, approximate=False)
+
     async def event_ends(self) -> tuple[str, str]:
         """The ids of the oldest and the newest event in the stream; "0" and "0" when it is empty."""
         key = f"{self.prefix}events"

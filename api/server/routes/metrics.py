@@ -230,9 +230,10 @@ async def _refuse_unknown(service: Service, record: RunRecord, names: frozenset[
     """Raise an HTTPProblem if one of ``names`` belongs to no worker and no step of the run. While a run has no workers or
     steps, every name is allowed."""
     index = service.index(record.id)
-    newest, status = await index.newest("step"), await service.run_statuses.of(index)
+    totals = (await service.run_statuses.of(index)).totals
+    newest = totals.step.wire() if totals.step else {}
     for name in sorted(names):
-        allowed = names_like(name, status.names, newest.data if newest else {})
+        allowed = names_like(name, totals.names, newest)
         if allowed and name not in allowed:
             fix = f"use one of: {', '.join(allowed[:MOST_NAMES])}"
             raise HTTPProblem(

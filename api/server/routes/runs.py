@@ -251,9 +251,9 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
         published=stats["published"],
         trained=stats["trained"],
         flow=json.loads(flow or "{}"),
-        alarms=[AlarmView(time=time, **dataclasses.asdict(alarm)) for time, alarm in status.alarms],
+        alarms=[AlarmView(time=time, **dataclasses.asdict(alarm)) for time, alarm in status.totals.alarms],
         gate=Gate(admitted=stats["admitted"], allowed=stats["gate"], open=stats["open"]),
-        epochs=status.epochs,
+        epochs=status.totals.epochs,
     )
 
 
@@ -319,18 +319,19 @@ def _devices(recipe: str) -> int:
 
 
 def _workers(status: RunStatus, stage: str) -> Iterator[StageWorker]:
-    for name, worker in sorted(status.workers.items()):
+    for name, worker in sorted(status.totals.workers.items()):
         if worker.latest.stage == stage:
             process = status.process(name)
-            state, pid = status.processes.get(process, ("", 0))
-            node, host = status.nodes.get(process, ("", ""))
+            state, pid = status.totals.processes.get(process, ("", 0))
+            node, host = status.totals.nodes.get(process, ("", ""))
             yield StageWorker(**vars(worker.latest), process=process, state=state, pid=pid, node=node, host=host)
 
 
 def _hosts(status: RunStatus) -> Iterator[Host]:
-    for name in sorted(name for name, (_, host) in status.nodes.items() if host == name):
-        workers = sorted(worker for worker, (_, host) in status.nodes.items() if host == name != worker)
-        yield Host(name=name, node=status.nodes[name][0], state=status.processes[name][0], workers=workers)
+    nodes, processes = status.totals.nodes, status.totals.processes
+    for name in sorted(name for name, (_, host) in nodes.items() if host == name):
+        workers = sorted(worker for worker, (_, host) in nodes.items() if host == name != worker)
+        yield Host(name=name, node=nodes[name][0], state=processes[name][0], workers=workers)
 
 
 def _checkpoint(found: checkpoint.Checkpoint) -> CheckpointView | None:

@@ -50,16 +50,14 @@
 --                     `state`, `swap`, `warehouses` (one has joined), `fed` (prompts were put), `feed` (prompts were removed)
 --   pick, chosen, outcomes, rates, recent   pass rates of prompts, see prompts.lua
 --   weights, records  the record of the published version, and of the two newest by their number
---   clock             the time of its leases, see `now`
+--   clock             the time of its leases, see clock.lua
 --   replies:CLIENT    lane → its last reply, for a client that repeats a call after a lost connection
 --
 -- Sets of ranges are sorted sets of 'first-last' scored by first; neighbouring ranges are joined.
 
-local configs = {}  -- decoded configs by run; a run's config never changes
+local configs, configured = {}, 0  -- decoded configs by run, and how many; a run's config never changes
 
 local SEGMENT = 4096
-local GAP, SHORTEST_GAP = 2500, 250  -- most ms between two calls of a run that count as time; fewer where leases are short
-local KEPT = 1000  -- ms between two records of a run's time
 local PRESENT = 10000  -- ms after its last claim for which a node counts as one with workers
 local LIVE, GENERATED, TRAINED = 1, 2, 3
 
@@ -71,53 +69,14 @@ local function bind()
   pack, unpack_at, band, bor = struct.pack, struct.unpack, bit.band, bit.bor
 end
 
-local function call(...) return redis.call(...) end
-local function int(text) return tonumber(text or 0) or 0 end
 local function fail(code, text) error(code .. ' ' .. text, 0) end
-
--- The server's clock in ms, which may be set. For people to read, and never compared.
-local function wall()
-  local t = call('TIME')
-  return t[1] * 1000 + floor(t[2] / 1000)
-end
-
--- The time of a run in ms, by which leases end: the server's clock without what it jumps, and without the time in which
--- nobody called. Whoever waits for a lease to end calls at least every quarter of the shortest lease, so a longer gap is a
--- clock that was set, or processes that were stopped together, as with their machine: none of them could renew its lease.
--- `clock` keeps, for a server that is started again, how much less it counts. `lease`: a length that the caller uses.
-local clocks = {}  -- run → {the server's clock at the last call, ms that this time is behind it, when that was kept, longest gap}
-local remembered = 0
-local function clock_of(run, t)
-  local clock = clocks[run]
-  if clock then return clock end
-  if remembered == 1000 then clocks, configs, remembered = {}, {}, 0 end
-  local kept = call('GET', run .. 'clock')
-  clock = kept and cmsgpack.unpack(kept) or { t, 0, 0, GAP }
-  clocks[run], remembered = clock, remembered + 1
-  return clock
-end
-local function now(run, lease)
-  local t = wall()
-  local clock = clock_of(run, t)
-  if lease then clock[4] = min(clock[4], max(SHORTEST_GAP, lease / 4)) end
-  local gap = t - clock[1]
-  local skipped = gap - max(0, min(gap, clock[4]))
-  clock[1], clock[2] = t, clock[2] + skipped
-  if skipped ~= 0 or t - clock[3] >= KEPT then
-    clock[3] = t
-    call('SET', run .. 'clock', cmsgpack.pack(clock))
-  end
-  return t - clock[2]
-end
-
--- When one that waits `due` ms for a lease to end looks again.
-local function look_again(run, due) return min(due, clock_of(run, wall())[4]) end
 
 local function config(run)
   if not configs[run] then
     local packed = call('GET', run .. 'config')
     if not packed then fail('NORUN', 'run is not in this index') end
-    configs[run] = cmsgpack.unpack(packed)
+    if configured == 1000 then configs, configured = {}, 0 end
+    configs[run], configured = cmsgpack.unpack(packed), configured + 1
   end
   return configs[run]
 end

@@ -46,7 +46,7 @@ define('transition', function(run, a)
   local state = call('HGET', run .. 'state', 'state') or ''
   for _, allowed in ipairs(a.from) do
     if state == allowed then
-      call('HSET', run .. 'state', 'state', a.to, 'reason', a.reason, 'since', wall())
+      call('HSET', run .. 'state', 'state', a.to, 'reason', a.reason)
       tell(run, 'state', a.event)
       wake(run, 'state')
       return { state = a.to, changed = true }
@@ -244,13 +244,13 @@ define('alive', function(run)
   return out
 end, true)
 
--- → {now and wall in ms, settled, trainer, group, stage, rows, holders = {{worker, ms when it claimed}…}, parked}: what training waits
--- for. `trainer` is the stage that takes batches (false: none), `group` the oldest open one that cannot be claimed from it
+-- → {now and the ages of the run's state and version in ms, settled, trainer, group, stage, rows,
+-- holders = {{worker, ms when it claimed}…}, parked}: what training waits for. `trainer` is the stage that takes batches (false: none), `group` the oldest open one that cannot be claimed from it
 -- (false: none), `stage` the first one that has not processed `rows` of its rows, though it could (false: the group waits for
 -- admission). `settled`: how many rows have left a lease processed, of all stages.
 define('waiting', function(run)
-  local cfg, out = config(run), { now = now(run), wall = wall(), settled = value(run, 'settled'), trainer = false, group = false, stage = false,
-    rows = 0, parked = 0, holders = {} }
+  local cfg, out = config(run), { now = now(run), settled = value(run, 'settled'), trainer = false, group = false, stage = false,
+    rows = 0, parked = 0, holders = {}, state_age = age(run, 'state'), version_age = age(run, 'version') }
   for _, stage in ipairs(cfg.stages) do
     if stage.takes == 'batch' then
       out.trainer = stage.name

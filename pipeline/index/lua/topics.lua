@@ -1,6 +1,6 @@
 -- Topics, which clients wait on, and the run's event stream.
 
-local function wake(run, topic) call('XADD', run .. 'wake:' .. topic, 'MAXLEN', 1, '*', 'x', 1) end
+local function wake(run, topic) call('XADD', run .. 'wake:' .. topic, 'MAXLEN', 1, '*', 'at', now(run)) end
 
 -- Wakes a topic only when a claim that waits on it has found nothing since the last wake-up. Claims wait on the topic of
 -- their stage, or of their stage and home.
@@ -28,6 +28,12 @@ local function wake_all(run, topics) for topic in pairs(topics) do wake(run, top
 local function tell(run, kind, event)
   if not event then return end
   call('XADD', run .. 'events', 'MAXLEN', '~', 100000, '*', 'kind', kind, 'time', event.time, 'data', event.data)
+end
+
+-- How many ms ago a topic was woken, by the time of leases; false: never.
+local function age(run, topic)
+  local last = call('XREVRANGE', run .. 'wake:' .. topic, '+', '-', 'COUNT', 1)[1]
+  return last and max(0, now(run) - int(last[2][2])) or false
 end
 
 -- The position of a topic: the id of its last wake-up.

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from api.telemetry.progress import Progress, weighted_median
 from api.telemetry.thinned import MOST
-from api.telemetry.totals import SHARES, shares
 from api.terminal.live import LiveView, plain_line, sparkline
 from api.terminal.report import summarize
+from orchestration.history.totals import SHARES, shares
 from pipeline.events import Event
 from tests.api import scripted
 

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from api.telemetry.progress import Progress
-from api.telemetry.totals import SHARES
 from api.terminal import live as terminal
+from orchestration.history.totals import SHARES
 from tests.api import scripted
 
 

@@ -238,6 +238,7 @@ async def test_any_rank_may_die_in_any_phase_and_each_sample_is_trained_once(tmp
         "checkpoint__every": 2,
         "launch__launcher": "process",
         "launch__startup_timeout": 300.0,
+        "launch__max_restarts": 20,
         "reward__functions": [{"name": "tests.orchestration.scores:unhurried"}],
         "algorithm__name": "tests.orchestration.run.test_colocated:Laborious",
         "rollout__max_tokens": 24,
@@ -247,26 +248,17 @@ async def test_any_rank_may_die_in_any_phase_and_each_sample_is_trained_once(tmp
     expected, weights = await expected_of(recipe(TINY, **{**TURNS, **settings}, algorithm__options={}))
     victims = [("rollout-0", "generating", 1), ("rollout-1", "returning", 2), ("rollout-0", "training", 3)]
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
-        for number, (rank, phase, version) in enumerate(victims):
-            await watched.until(
-                lambda: any(
-                    (turn["worker"], turn["phase"]) == (rank, phase) and turn["version"] >= version  # noqa: B023
-                    for turn in watched.of("turn")
-                ),
-                timeout=240,
-            )
-            assert watched.run.supervisor is not None
-            os.kill(watched.run.supervisor.pids()[rank.replace("rollout", "colocated")], signal.SIGKILL)
-            await watched.until(lambda: len(deaths(watched)) == number + 1)  # noqa: B023
-            phases = [turn["phase"] for turn in before_death(watched, number) if turn["worker"] == rank]
-            assert phases[-1] == phase, "it was killed too late"
+        for rank, phase, version in victims:
+            while await killed_in(watched, rank, phase, version) != phase:
+                pass  # the phase was over before the signal came
         (tmp_path / "damage").touch()
         result = await work
     assert result.state == "finished", result.reason
     assert watched.run.supervisor is not None
-    assert watched.run.supervisor.restarts == 4, "one for both ranks"
-    assert [death["reason"] for death in deaths(watched)[:3]] == ["ended by signal 9"] * 3
-    assert "1 messages are not what was sent" in deaths(watched)[3]["reason"]
+    *kills, damaged = (death["reason"] for death in deaths(watched))
+    assert watched.run.supervisor.restarts == len(kills) + 1, "one for both ranks"
+    assert set(kills) == {"ended by signal 9"}
+    assert "1 messages are not what was sent" in damaged
     assert_each_sample_once(of, watched)
     assert_within_the_plan(of, watched)
     assert_nothing_left(watched.run)
@@ -274,6 +266,24 @@ async def test_any_rank_may_die_in_any_phase_and_each_sample_is_trained_once(tmp
     norms = [step.metrics["grad_norm"] for step in expected]
     assert [step["grad_norm"] for step in watched.of("step")] == pytest.approx(norms, rel=1e-4)
     assert_close(trained(of, result), weights)
+
+
+async def killed_in(watched: Watched, rank: str, phase: str, version: int) -> str:
+    """Kill ``rank`` when it is next in ``phase``, with ``version`` or a later one. Returns the phase that it died in."""
+    number = len(deaths(watched))
+
+    def turns() -> list[dict[str, Any]]:
+        return [turn for turn in watched.of("turn") if turn["worker"] == rank]
+
+    before = len(turns())
+    await watched.until(
+        lambda: bool(now := turns()[before:][-1:]) and now[0]["phase"] == phase and now[0]["version"] >= version,
+        timeout=240,
+    )
+    assert watched.run.supervisor is not None
+    os.kill(watched.run.supervisor.pids()[rank.replace("rollout", "colocated")], signal.SIGKILL)
+    await watched.until(lambda: len(deaths(watched)) == number + 1)
+    return [turn["phase"] for turn in before_death(watched, number) if turn["worker"] == rank][-1]
 
 
 def deaths(watched: Watched) -> list[dict[str, Any]]:

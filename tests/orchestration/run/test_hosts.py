@@ -105,6 +105,7 @@ def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path
         assert second.returncode == 0, (tmp_path / "host-2.log").read_text()
 
 
+@pytest.mark.timeout(500)
 def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_stays_away(tmp_path: Path) -> None:
     """First those of the host and of the head in turn, for less than a worker may be silent, while steps, publishing and
     checkpoints go on; then that of the host for good: the last step has one replica, and no host takes the other one."""
@@ -112,7 +113,7 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
     with two_machines(tmp_path) as machines:
         limits = {"launch__max_restarts": 100, "launch__hang_timeout": 6.0, "checkpoint__every": 2}
         limits["train__mock"] = {"time_scale": 1.0, "step_seconds": 0.2}  # it outlasts both partitions, and a silence
-        of = recipe(MOCK, **{**REMOTE, "pipeline__index": machines.url}, **limits, train__steps=160)
+        of = recipe(MOCK, **{**REMOTE, "pipeline__index": machines.url}, **limits, train__steps=300)
         (tmp_path / "recipe.json").write_text(of.to_json())
         with (tmp_path / "head.log").open("w") as log, (tmp_path / "host.log").open("w") as own:
             command = ("run", str(tmp_path / "recipe.json"), "--out", str(out), "--plain")
@@ -131,11 +132,11 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
             died = [event for event in events(out, "worker") if event["change"] == "died"]
             assert died == [], "both partitions have healed"
             machines.unplug(1)
-            head.wait(120)
+            head.wait(240)
         text = (tmp_path / "head.log").read_text()
         assert head.returncode == 0, text
-        assert [event["step"] for event in events(out, "step")] == list(range(160)), text
-        assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(range(640))
+        assert [event["step"] for event in events(out, "step")] == list(range(300)), text
+        assert sorted(group for event in events(out, "step") for group in event["groups"]) == list(range(1200))
         changes = [(e["change"], e.get("reason", "")) for e in events(out, "worker") if e["worker"] == "rollout-1"]
         assert [change for change, _ in changes if change in ("died", "restarted")] == ["died", "restarted"]
         assert changes[-1] == ("absent", "no host has room for it")

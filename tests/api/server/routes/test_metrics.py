@@ -16,9 +16,12 @@ import pytest
 from aiohttp import ClientResponse
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.server import service as services
+from api.server.service import SERVICE
 from api.telemetry import prometheus
 from orchestration.events_file import METRICS, MetricsFile
 from orchestration.recipe.load import parse_recipe
+from orchestration.service.recording import record_rest
 from orchestration.service.registry import Registry, RunRecord
 from pipeline.events import Event, Kind
 from pipeline.index.client import Index
@@ -212,6 +215,40 @@ async def test_history_of_a_time_and_by_the_hour(client: Client, run: EventfulRu
     assert numbers["reward_mean"] == pytest.approx([0.1 * (60 + 119) / 2, 0.1 * (120 + 179) / 2])
     chosen = await (await client.get(f"{run.path}/metrics", params={"from": start, "to": start + 86400})).json()
     assert chosen["every"] == 120
+
+
+async def test_when_the_index_has_given_the_events_up_every_answer_is_as_before(
+    client: Client, run: EventfulRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = f"{run.registry._index.prefix}run:{run.record.id}"
+    await run.registry._index._redis.hset(key, "folder", str(tmp_path))
+    for number in range(5):
+        await run.emit("step", step(number, reward_mean=number / 4))
+        await run.emit("stage", stage("rollout-0", wall=4.0 * (number + 1)))
+    await run.emit("worker", {"stage": "rollout", "worker": "rollout-0", "change": "restarted", "reason": "", "pid": 7})
+    await run.finish()
+    await record_rest(run.index, tmp_path / METRICS)
+
+    async def answers() -> dict[str, Any]:
+        query = {"names": "step", "every": 0}
+        found = {name: await (await client.get(f"{run.path}{name}")).json() for name in ("", "/stages")}
+        found["history"] = (await (await client.get(f"{run.path}/metrics", params=query)).json())["series"]
+        async with client.get(f"{run.path}/metrics/stream", params={"kinds": "step,state,worker"}) as response:
+            stream = await events(response)
+        found["stream"] = [(at, kind, {**data, "time": round(data.get("time", 0.0), 3)}) for at, kind, data in stream]
+        return found
+
+    before = await answers()
+    app_service = client.app[SERVICE]
+    monkeypatch.setattr(services, "GIVEN_UP_SECONDS", 0.0)
+    giving_up = asyncio.create_task(app_service.give_up_events())
+    async with asyncio.timeout(20):
+        while len(await run.index.past_events(count=100)) > 1:  # noqa: ASYNC110  (no event reports it)
+            await asyncio.sleep(0.05)
+    giving_up.cancel()
+    app_service.run_statuses.forget(run.record.id)  # as a server that was started again
+    assert await answers() == before
+    assert [data["step"] for _, kind, data in before["stream"] if kind == "step"] == list(range(5))
 
 
 async def test_what_cannot_be_answered_says_what_to_ask_instead(client: Client, run: EventfulRun) -> None:

@@ -1,6 +1,6 @@
 """Totals of a run, added up from its events. Views, reports, metrics, trackers and REST read them; nothing here does I/O.
 
-Event ──▶ RunTotals.apply ──▶ state, newest step, weights, restarts, what was dropped
+Event ──▶ RunTotals.apply ──▶ state, newest step, weights, restarts, what was dropped ──▶ wire ──▶ of, in another process
               └─ stage ──▶ WorkerTotals: times and counts over all lives of a worker, shares, rates
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import Any, Self
 
 from pipeline.events import (
     AlarmEvent,
@@ -27,18 +28,29 @@ RATE_SECONDS = 10.0  # recent rates and shares are those of this long a past
 SHARES = ("busy", "waiting_input", "waiting_room", "other")
 COUNTED_TOKENS = ("generated", "trained", "filtered")
 COUNTED = (*SHARES, "wall", "rows", "tokens")
+# Fields of RunTotals: plain values; and newest events.
+_PLAIN = (
+    *("state", "reason", "processes", "nodes", "sync_seconds", "published_bytes", "restarts", "epochs"),
+    *("prompts_skipped", "prompts_cut", "alarm_counts"),
+)
+_EVENTS = {"step": StepEvent, "published": SyncEvent, "swapped": SyncEvent, "ledger": LedgerEvent}
 
 
 class WorkerTotals:
     """Times and counts of one worker. A restarted worker reports its own from 0 on, which shows in a smaller ``wall``; the
     totals go on from those of its former processes. ``latest`` is its newest event."""
 
-    def __init__(self, first: StageEvent) -> None:
+    def __init__(self, first: StageEvent, former: Mapping[str, float] | None = None) -> None:
+        """``former``: totals of the worker's processes before the one that sent ``first``."""
         self.latest = first
-        self.totals: dict[str, float] = dict.fromkeys(COUNTED, 0)
-        self._former = self.totals  # of processes that have ended
+        self._former = dict(former or dict.fromkeys(COUNTED, 0))
+        self.totals = self._former
         self._recent: deque[dict[str, float]] = deque()
         self.apply(first)
+
+    def wire(self) -> dict[str, Any]:
+        """What :class:`WorkerTotals` is made from, as plain values; recent rates begin anew."""
+        return {"latest": self.latest.wire(), "former": self._former}
 
     def apply(self, event: StageEvent) -> None:
         if (event.wall or 0.0) < (self.latest.wall or 0.0):
@@ -92,6 +104,29 @@ class RunTotals:
         self.prompts_skipped = self.prompts_cut = 0  # as they were too long
         self.alarms: deque[tuple[float, AlarmEvent]] = deque(maxlen=ALARMS)  # with their times
         self.alarm_counts: dict[str, int] = {}  # by metric
+
+    def wire(self) -> dict[str, Any]:
+        """The totals as plain values, from which :meth:`of` makes them again."""
+        events = {name: event.wire() for name in _EVENTS if (event := getattr(self, name)) is not None}
+        sets = {"names": sorted(self.names), "alarms": [(time, alarm.wire()) for time, alarm in self.alarms]}
+        workers = {name: worker.wire() for name, worker in self.workers.items()}
+        return {name: getattr(self, name) for name in _PLAIN} | events | sets | {"workers": workers}
+
+    @classmethod
+    def of(cls, wire: Mapping[str, Any]) -> Self:
+        """The totals that were sent as ``wire``; what an older version did not send begins anew."""
+        totals = cls()
+        for name in _PLAIN:
+            setattr(totals, name, wire.get(name, getattr(totals, name)))
+        for name, kind in _EVENTS.items():
+            setattr(totals, name, kind.of(wire[name]) if name in wire else None)
+        totals.names = set(wire["names"])
+        totals.processes = {name: (change, pid) for name, (change, pid) in totals.processes.items()}
+        totals.nodes = {name: (machine, host) for name, (machine, host) in totals.nodes.items()}
+        totals.alarms.extend((time, AlarmEvent.of(alarm)) for time, alarm in wire["alarms"])
+        for name, worker in wire["workers"].items():
+            totals.workers[name] = WorkerTotals(StageEvent.of(worker["latest"]), worker["former"])
+        return totals
 
     def apply(self, event: Event) -> EventData | None:
         """Add ``event``; returns its payload."""

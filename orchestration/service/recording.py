@@ -1,0 +1,107 @@
+"""What is kept of a run's events when the index gives its stream up.
+
+    the index's stream ─▶ Recording ─┬─▶ metrics.jsonl, by steps
+                                     └─▶ RunTotals ─▶ document `totals` of the run, each minute and at the end
+    a minute after the run's end, when both have all of it ─▶ give_up: the index keeps its last event alone
+
+A runner records the events of its run as they come. Of one that was killed, whoever concludes the run records the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from orchestration.events_file import MetricsFile, newest_id
+from orchestration.history.totals import RunTotals
+from pipeline.events import Event, order
+from pipeline.index.client import Index
+
+TOTALS = "totals"  # document of a run
+EVERY = 60.0  # seconds between two of its versions
+BEGINNING = "0"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The ``totals`` of a run up to the event with the id ``after``. ``file``: the last id in its file, which then has all
+    events; "": the file may lack some."""
+
+    totals: RunTotals
+    after: str = BEGINNING
+    file: str = ""
+
+    @classmethod
+    async def of(cls, index: Index) -> Self:
+        text = await index.get(TOTALS)
+        if text is None:
+            return cls(RunTotals())
+        known = json.loads(text)
+        return cls(RunTotals.of(known["totals"]), known["after"], known["file"])
+
+
+class Recording:
+    """Writes the events of the run of ``index`` to the file at ``path``, and their totals to the index. ``after``: the id
+    after which they are to be given."""
+
+    def __init__(self, index: Index, path: Path, recorded: Recorded) -> None:
+        self._index, self._path = index, path
+        self._file = MetricsFile(path)
+        self._totals, self._after = recorded.totals, recorded.after
+        self.after = min(self._file.after, recorded.after, key=order)
+        self._saved = time.monotonic()
+
+    @classmethod
+    async def begin(cls, index: Index, path: Path) -> Self:
+        return cls(index, path, await Recorded.of(index))
+
+    async def take(self, event: Event) -> None:
+        """Raises OSError when the disk takes no more."""
+        if order(event.id) > order(self._file.after):
+            self._file.event(event)
+        if order(event.id) > order(self._after):
+            self._totals.apply(event)
+            self._after = event.id
+        if time.monotonic() - self._saved >= EVERY:
+            await self._save("")
+
+    async def close(self) -> None:
+        """Write what waits. Raises OSError when events are lost."""
+        if lost := self._file.close():
+            raise OSError(lost)
+        await self._save(await asyncio.to_thread(newest_id, self._path))
+
+    async def _save(self, file: str) -> None:
+        self._saved = time.monotonic()
+        known = {"after": self._after, "file": file, "totals": self._totals.wire()}
+        await self._index.put(TOTALS, json.dumps(known))
+
+
+async def record_rest(index: Index, path: Path) -> None:
+    """Record what is not yet of the events of a run that has ended. Raises OSError when the disk takes no more."""
+    recorded, (_, newest) = await Recorded.of(index), await index.event_ends()
+    if recorded.file and order(recorded.after) >= order(newest):
+        return
+    recording = await Recording.begin(index, path)
+    after = recording.after
+    while page := await index.past_events(after):
+        for event in page:
+            await recording.take(event)
+        after = page[-1].id
+    await recording.close()
+
+
+async def give_up(index: Index, path: Path) -> bool:
+    """Remove the events of an ended run from the index, but for the last one. Returns False, and removes nothing, where the
+    file at ``path`` or the totals lack one of them."""
+    recorded, (_, newest) = await Recorded.of(index), await index.event_ends()
+    if not recorded.file or order(recorded.after) < order(newest):
+        return False
+    if order(await asyncio.to_thread(newest_id, path)) < order(recorded.file):
+        return False
+    await index.remove_events_before(newest)
+    return True

@@ -1,0 +1,60 @@
+"""Totals of a run that are handed from one process to another."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchestration.history.totals import RunTotals
+from pipeline.events import Event
+from tests.api import scripted
+
+
+def totals_of(events: list[Event], totals: RunTotals | None = None) -> RunTotals:
+    totals = totals or RunTotals()
+    for event in events:
+        totals.apply(event)
+    return totals
+
+
+def stage(time: float, wall: float) -> Event:
+    shares = {"busy": wall / 2, "waiting_input": wall / 4, "waiting_room": wall / 4, "other": 0.0, "wall": wall}
+    counts = {"rows": int(wall), "tokens": int(10 * wall), "parked": 0, "queue_depth": 0, "in_flight": 0}
+    return scripted.event(time, "stage", stage="rollout", worker="rollout-0", **shares, **counts)
+
+
+ALARM = {"metric": "ess", "value": 0.04, "usual": 0.97, "limit": 0.1, "reason": "ess: 0.04", "look": "There."}
+# A worker that begins again at 20 s, so that its times come from two processes; and what the script has not.
+EVENTS = [
+    *scripted.events(),
+    *(stage(30 + at, wall) for at, wall in enumerate([3.0, 6.0, 1.0, 4.0])),
+    scripted.event(40, "alarm", **ALARM, step=3),
+    scripted.event(41, "prompt", change="epoch", epochs={"sums": 2}),
+    scripted.event(42, "prompt", change="too long", skipped=3, cut=1),
+    scripted.event(43, "worker", stage="rollout", worker="rollout-1", change="restarted", reason="", pid=9),
+    scripted.event(
+        44, "worker", stage="host", worker="host-a", change="ready", reason="", pid=3, node="a", host="host-a"
+    ),
+]
+
+
+@pytest.mark.parametrize("cut", range(len(EVENTS) + 1))
+def test_another_process_goes_on_with_the_same_totals(cut: int) -> None:
+    sent = json.dumps(totals_of(EVENTS[:cut]).wire())
+    gone_on = totals_of(EVENTS[cut:], RunTotals.of(json.loads(sent)))
+    whole = totals_of(EVENTS)
+    assert gone_on.wire() == whole.wire()
+    assert {name: worker.totals for name, worker in gone_on.workers.items()} == {
+        name: worker.totals for name, worker in whole.workers.items()
+    }
+    assert (gone_on.tokens, gone_on.dropped) == (whole.tokens, whole.dropped)
+    assert list(gone_on.alarms) == list(whole.alarms)
+
+
+def test_every_field_is_sent() -> None:
+    """One that is added has to be; the totals above have each of them."""
+    totals = totals_of(EVENTS)
+    empty = {name for name, value in vars(totals).items() if not value}
+    assert vars(totals).keys() <= totals.wire().keys() | empty
+    assert empty <= {"reason"}, "the events above say nothing of it"
