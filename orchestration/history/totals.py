@@ -33,7 +33,12 @@ _PLAIN = (
     *("state", "reason", "processes", "nodes", "sync_seconds", "published_bytes", "restarts", "epochs"),
     *("prompts_skipped", "prompts_cut", "alarm_counts"),
 )
-_EVENTS = {"step": StepEvent, "published": SyncEvent, "swapped": SyncEvent, "ledger": LedgerEvent}
+_EVENTS: dict[str, type[EventData]] = {
+    "step": StepEvent,
+    "published": SyncEvent,
+    "swapped": SyncEvent,
+    "ledger": LedgerEvent,
+}
 
 
 class WorkerTotals:
