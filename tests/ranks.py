@@ -22,7 +22,7 @@ from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import join
 from tests.forked import forks
 
-DEADLINE = 120.0
+DEADLINE = 270.0
 
 
 def on_ranks(dp: int, tp: int, work: Callable[..., Any], *arguments: Any, timeout: float = DEADLINE) -> list[Any]:

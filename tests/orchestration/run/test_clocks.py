@@ -75,7 +75,7 @@ def of_kind(metrics: Path, kind: str, change: str) -> list[dict[str, Any]]:
     return [event.data for event in events_in(metrics) if event.kind == kind and event.data["change"] == change]
 
 
-async def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 240) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  (files have no reader that could be woken)
             await asyncio.sleep(0.2)

@@ -43,6 +43,7 @@ def until(condition: Any, seconds: float = 200.0) -> None:
         time.sleep(0.1)  # files and processes of other namespaces have nothing else to wait on
 
 
+@pytest.mark.timeout(600)
 def test_a_run_on_two_machines_outlives_one_host_and_ends_with_the_next(tmp_path: Path) -> None:
     """Both machines have the same host name. The run began on the head alone; the host has nothing of the run's folder, and
     reads the checkpoint at its URL. The index is the head's own, and all that they exchange is inside TLS."""
