@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from orchestration.recipe.schema import Recipe
 from pipeline.events import ENDED
+from pipeline.index.calls import library
 from pipeline.index.client import Index, Link
 
 Ask = Literal["pause", "resume", "stop", "checkpoint", "scale"]
@@ -319,7 +320,7 @@ class Registry:
                 if not self._loaded:
                     await self._index.load()
                     functions = (resources.files(__package__) / "registry.lua").read_text(encoding="utf-8")
-                    await self._index.load("asyncdock_runs", functions)
+                    await self._index.load(library("asyncdock_runs", functions))
                     self._loaded = True
         return await self._index.call(f"runs_{name}", **arguments)
 

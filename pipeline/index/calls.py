@@ -58,10 +58,11 @@ class Calls:
         """Returns the address of this machine on the way to the index; "" where that is a Unix socket."""
         return await self._link.own_address()
 
-    async def load(self, name: str = "asyncdock", functions: str = "") -> None:
-        """Put the library of functions on the server (replacing another version of it), or another one, with ``name`` and
-        ``functions``, which uses that of ``clock.lua``. The same version stays: it remembers the time."""
-        code = _library(name, functions)
+    async def load(self, code: str = "") -> None:
+        """Put the library of functions on the server, or another one (replacing another version of it). The same one stays:
+        it remembers the time."""
+        code = code or library()
+        name = code.partition("\n")[0].rpartition("=")[2]
         if not any(code.encode() in found for found in await self._redis.function_list(name, withcode=True)):
             await self._redis.function_load(code, replace=True)
 
@@ -137,8 +138,9 @@ def key_prefix(run: str) -> str:
 
 
 @cache
-def _library(name: str, functions: str) -> str:
-    """The code of a library: the files of ``lua/`` in the order in which they use each other, or ``functions``."""
+def library(name: str = "asyncdock", functions: str = "") -> str:
+    """The code of the library of functions: the files of ``lua/`` in the order in which they use each other. Or that of
+    another one with ``functions``, which uses ``clock.lua``."""
     folder, needed = resources.files("pipeline.index") / "lua", _PARTS[:1] if functions else _PARTS
     parts = [folder.joinpath(f"{part}.lua").read_text(encoding="utf-8") for part in needed]
     return "\n".join([f"#!lua name={name}", *parts, functions])

@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio
 import torch
 
-from pipeline.index.calls import _library
+from pipeline.index.calls import library
 from pipeline.index.claims import Nothing
 from pipeline.index.client import Claim, Index, LeaseLost
 from pipeline.warehouse.dock import Dock
@@ -147,7 +147,7 @@ async def test_time_in_which_nobody_calls_does_not_end_a_lease(dock: Dock) -> No
     held = await claim(dock, "", lease=1.0)
     await asyncio.sleep(1.5)
     assert await dock.index.renew("rollout", [held.token], 1.0) == {held.token}
-    await dock.index.load(_library() + "\n")  # another library, which remembers nothing
+    await dock.index.load(library() + "\n")  # another library, which remembers nothing
     try:
         await asyncio.sleep(1.5)
         assert await dock.index.renew("rollout", [held.token], 1.0) == {held.token}
@@ -161,4 +161,4 @@ async def test_time_in_which_nobody_calls_does_not_end_a_lease(dock: Dock) -> No
 
 def with_a_clock_that_can_be_set() -> str:
     set_by_key = "local t = call('TIME')\n  t[1] = t[1] + int(call('GET', 'shift'))"
-    return _library().replace("local t = call('TIME')", set_by_key)
+    return library().replace("local t = call('TIME')", set_by_key)
