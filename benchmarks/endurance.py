@@ -1,43 +1,66 @@
-"""What a run of weeks leaves in its files, and what it takes to go on from them and to ask them, by steps done.
+"""What a run of weeks takes: of memory, of files, to go on from them, to ask them and to watch it, by steps done.
 
-    python -m benchmarks.endurance [--steps 1000000] [--step-seconds 2.4] [--rollouts 4] [--out FOLDER] [--json FILE]
+    python -m benchmarks.endurance [--steps 1000000] [--run-steps 3000] [--out FOLDER] [--json FILE]
 
-Events of a run as a recipe with four rollout workers sends them (each step with 30 numbers and its swaps, the ledger, an
-evaluation each 100 steps, a checkpoint each 50) go through the file that `asyncdock run` and a service write. Nothing is
-generated or trained. At 1 %, 10 % and all of the steps:
+First a real run of mock engines that do not sleep, of ``--run-steps`` steps (0: none): what grows in it
+(`benchmarks/run_growth.py`). Then events of ``--steps`` steps, as a recipe with four rollout workers sends them (each step
+with 30 numbers and its swaps, the ledger, an evaluation each 100 steps, a checkpoint each 50), go through the file that
+`asyncdock run` and a service write, and into the view of a terminal. At 1 %, 10 % and all of these steps:
 
     bytes     on the disk, for each step; and of lines, before they are compressed
     resume    seconds until a file is open, rewound to the last checkpoint, and the newest checkpoint is known
     history   seconds and memory of one question in a process of its own: all of a number's past; all numbers of a day
-    track     seconds to read 10,000 events from the beginning, and as many from the end
+    view      bytes that its state holds, and seconds of a redraw
+    report    seconds to make it from the files when the run ends
+    track     seconds a step of `asyncdock track` into TensorBoard's files, from the beginning and at the end
 
-By the clock: an hour of six workers that report each half second, and make no step.
+Seconds are of the processor: other work on the machine hardly counts. By the clock: an hour of six workers that report
+each half second, and make no step.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
+import io
+import itertools
 import json
 import math
 import os
 import random
 import resource
+import signal
+import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from rich.console import Console
+
+from api.telemetry.progress import Progress
 from api.telemetry.series import Wanted, width
+from api.telemetry.trackers import TensorBoard, TrackError, events_of_folder, track
+from api.terminal.live import LiveView
+from api.terminal.report import write_report
+from benchmarks.run_growth import grown, growth_table
 from orchestration.events_file import METRICS, MetricsFile, newest_checkpoint
 from orchestration.history.detail import files_of
-from orchestration.history.segments import EventLog, closed
+from orchestration.history.segments import closed
+from orchestration.recipe.load import load_recipe
 from pipeline.events import Event
 
 BEGIN = 1_700_000_000.0
 CHECKPOINT, EVALUATION = 50, 100  # steps between two
 HALF = 0.5  # seconds between two reports of a worker
-READ = 10_000  # events, at each end
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "mock.toml"  # that a report is made with
+READ = 5_000  # events that are tracked, at each end
+REDRAWS = 20
+CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)  # no part of a state
 
 
 def event(time: float, kind: str, data: dict[str, Any]) -> Event:
@@ -99,13 +122,14 @@ def bytes_of(path: Path) -> int:
     return path.stat().st_size + sum(file.stat().st_size for file in path.with_name("metrics").glob("*"))
 
 
-def timed(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of the processor that ``work`` takes."""
+    began = time.process_time()
     work()
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
-def apart(work: Callable[[], Any]) -> tuple[float, float]:
+def apart(work: Callable[[], object]) -> tuple[float, float]:
     """Seconds and MiB that ``work`` takes in a process of its own, which has its libraries."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
@@ -121,13 +145,55 @@ def apart(work: Callable[[], Any]) -> tuple[float, float]:
     return seconds, most
 
 
+def size_of(state: object) -> int:
+    """Bytes of ``state`` and of all that it refers to, without code."""
+    seen, waiting, size = set[int](), [state], 0
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen and not isinstance(one, CODE):
+            seen.add(id(one))
+            size += sys.getsizeof(one)
+            waiting += gc.get_referents(one)
+    return size
+
+
+def redraw_seconds(progress: Progress) -> float:
+    """Of one redraw of the picture in a terminal."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
+    view = LiveView(progress, console)
+    return statistics.median(timed(lambda: console.print(view.render())) for _ in range(REDRAWS))
+
+
+def track_seconds(path: Path, after: str) -> float | None:
+    """Of a step, into TensorBoard's files; None where TensorBoard is not installed."""
+    steps = 0
+
+    async def some(first: str) -> AsyncIterator[Event]:
+        nonlocal steps
+        count = itertools.count()
+        async for event in events_of_folder(path.parent, first if first != "0" else after):
+            steps += event.kind == "step"
+            yield event
+            if next(count) == READ:
+                return
+
+    def follow() -> None:
+        with tempfile.TemporaryDirectory(prefix="endurance-") as into:
+            asyncio.run(track(some, "long", Path(into), TensorBoard, {}))
+
+    try:
+        seconds = timed(follow)
+    except TrackError:
+        return None
+    return seconds / max(1, steps)
+
+
 def questions(path: Path, end: float) -> dict[str, tuple[float, float]]:
     from orchestration.history.past import past_of
 
     def ask(names: list[str], begin: float) -> None:
         dict(past_of(path, begin, math.inf, width(end - begin), Wanted(names)).columns())
 
-    ask(["step.loss"], BEGIN)  # libraries are loaded
     return {
         "all of step.loss": apart(lambda: ask(["step.loss"], BEGIN)),
         "all of step": apart(lambda: ask(["step"], BEGIN)),
@@ -136,93 +202,148 @@ def questions(path: Path, end: float) -> dict[str, tuple[float, float]]:
     }
 
 
-def measure(path: Path, steps: int, end: float, lines: int) -> dict[str, Any]:
+def measure(path: Path, steps: int, end: float, step_seconds: float) -> dict[str, Any]:
     """Figures of the run in ``path``, which nobody writes now."""
-    disk = bytes_of(path)
+    recipe = load_recipe(RECIPE)
 
     def resume() -> None:
         newest = newest_checkpoint(path)
         with MetricsFile(path) as file:
             file.rewind(newest)
 
-    def read(after: str) -> None:
-        log, count = EventLog(path), 0
-        while count < READ and (page := log.after(after, 500)):
-            after, count = page[-1].id, count + len(page)
+    def report() -> None:
+        write_report(path.parent, recipe, seconds=end - BEGIN, checkpoint=None)
 
+    lines = sum(part.size for part in closed(path)) + path.stat().st_size
+    last = max(BEGIN, end - READ * step_seconds)
+    reporting = timed(report)
     return {
         "steps": steps,
         "parts": len(closed(path)),
-        "disk_bytes_per_step": disk / steps,
+        "disk_bytes_per_step": bytes_of(path) / steps,
         "line_bytes_per_step": lines / steps,
-        "read_first_seconds": timed(lambda: read("0")),
-        "read_last_seconds": timed(lambda: read(f"{int(1000 * (end - 4_000))}-0")),
+        "report_seconds": reporting,
+        "report_seconds_per_step": reporting / steps,
+        "track_first_seconds": track_seconds(path, "0"),
+        "track_last_seconds": track_seconds(path, f"{int(1000 * last)}-0"),
         "questions": {name: {"seconds": s, "MiB": m} for name, (s, m) in questions(path, end).items()},
         "resume_seconds": timed(resume),
     }
 
 
-def by_clock(folder: Path) -> dict[str, float]:
-    """Bytes of an hour in which six workers report and no step is made."""
+def by_clock(folder: Path, seconds: int = 3600) -> dict[str, float]:
+    """Bytes of an hour in which six workers report and no step is made, from what ``seconds`` of it leave."""
     path = folder / METRICS
     with MetricsFile(path) as file:
-        for tick in range(int(3600 / HALF)):
+        for tick in range(int(seconds / HALF)):
             for one in reports(BEGIN + tick * HALF, 6):
                 file.event(one)
-    return {"bytes_per_hour": bytes_of(path), "detail_bytes": sum(one.stat().st_size for one in files_of(path))}
+    detail = sum(one.stat().st_size for one in files_of(path))
+    return {"bytes_per_hour": bytes_of(path) * 3600 / seconds, "detail_bytes": detail}
 
 
-def long_run(path: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Write the steps; yields the figures at each mark."""
-    draw, marks = random.Random(1), {options.steps // 100, options.steps // 10, options.steps} - {0}
-    file, lines, began, end = MetricsFile(path), 0, time.perf_counter(), BEGIN
-    for step in range(options.steps):
+def sent(step: int, end: float, options: argparse.Namespace, draw: random.Random) -> Iterator[Event]:
+    """All events of step ``step``, which ends at the Unix time ``end``, and of the minute that it begins."""
+    begin = end - options.step_seconds
+    if int(end) // 60 != int(begin) // 60:
+        yield from reports(end - options.step_seconds / 2, options.rollouts + 2)
+    yield from step_events(step, end, options.rollouts, draw)
+
+
+def long_run(path: Path, steps: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Write the steps, and show them; yields the figures at each mark."""
+    marks = {steps // 100, steps // 10, steps} - {0}
+    draw, file, progress = random.Random(1), MetricsFile(path), Progress("long", steps, bound=1)
+    written = shown = 0.0
+    for step in range(steps):
         end = BEGIN + (step + 1) * options.step_seconds
-        if int(end) // 60 != int(end - options.step_seconds) // 60:
-            for one in reports(end - options.step_seconds / 2, options.rollouts + 2):
-                file.event(one)
-        for one in step_events(step, end, options.rollouts, draw):
+        events = list(sent(step, end, options, draw))
+        began = time.thread_time()  # parts are compressed in another thread
+        for one in events:
             file.event(one)
+        between = time.thread_time()
+        for one in events:
+            progress.apply(one)
+        written, shown = written + between - began, shown + time.thread_time() - between
         if step + 1 in marks:
             file.close()
-            seconds = time.perf_counter() - began
-            lines = sum(part.size for part in closed(path)) + path.stat().st_size
-            yield {"write_seconds_per_step": seconds / (step + 1), **measure(path, step + 1, end, lines)}
-            file, began = MetricsFile(path), time.perf_counter() - seconds
+            yield {
+                "write_seconds_per_step": written / (step + 1),
+                "view_seconds_per_step": shown / (step + 1),
+                "view_bytes": size_of(progress),
+                "redraw_seconds": redraw_seconds(progress),
+                **measure(path, step + 1, end, options.step_seconds),
+            }
+            file = MetricsFile(path)
     file.close()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--run-steps", type=int, default=3000, help="of the real run of mock engines; 0: none")
     parser.add_argument("--step-seconds", type=float, default=2.4, help="of a step, by the events' clock")
     parser.add_argument("--rollouts", type=int, default=4, help="rollout workers")
     parser.add_argument("--out", type=Path, help="an empty folder in which the files stay")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    figures: dict[str, Any] = {"marks": []}
+    if options.run_steps:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the processes of the run are ended too
+        with tempfile.TemporaryDirectory(prefix="adk-") as home:
+            growth = grown(Path(home), options.run_steps)
+        figures["run"] = growth.to_json()
+        print(growth_table(growth), flush=True)
     with tempfile.TemporaryDirectory(prefix="endurance-") as home:
         folder = options.out or Path(home) / "run"
-        for each in (folder, Path(home) / "clock"):
+        for each in (folder, Path(home) / "clock", Path(home) / "libraries"):
             each.mkdir(parents=True, exist_ok=True)
-        figures: dict[str, Any] = {"by_clock": by_clock(Path(home) / "clock"), "marks": []}
-        print(f"by the clock: {figures['by_clock']['bytes_per_hour'] / 1e6:.2f} MB an hour", flush=True)
-        for mark in long_run(folder / METRICS, options):
+        figures["by_clock"] = by_clock(Path(home) / "clock")
+        list(long_run(Path(home) / "libraries" / METRICS, 10, options))  # they are loaded, and no figure has that
+        for mark in long_run(folder / METRICS, options.steps, options):
             figures["marks"].append(mark)
-            print(table(mark), flush=True)
+            print(f"{mark['steps']:,} steps are measured", flush=True)
+    print(table(figures), flush=True)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def table(mark: dict[str, Any]) -> str:
-    asked = [f"  {name}: {one['seconds']:.3f} s, {one['MiB']:.0f} MiB" for name, one in mark["questions"].items()]
+def table(figures: dict[str, Any]) -> str:
+    """A Markdown table with a column for each mark."""
+    marks = figures["marks"]
+
+    def row(name: str, show: Callable[[dict[str, Any]], str]) -> str:
+        return f"| {name} | " + " | ".join(show(mark) for mark in marks) + " |"
+
+    def seconds(name: str, key: str, digits: int = 3) -> str:
+        return row(f"{name}, s", lambda mark: f"{mark[key]:.{digits}f}")
+
+    def micros(name: str, key: str) -> str:
+        return row(f"{name}, µs a step", lambda mark: "" if mark[key] is None else f"{1e6 * mark[key]:.0f}")
+
+    def question(name: str) -> str:
+        asked = [mark["questions"][name] for mark in marks]
+        return f"| {name} | " + " | ".join(f"{one['seconds']:.3f} s, {one['MiB']:.0f} MiB" for one in asked) + " |"
+
     return "\n".join(
         [
-            f"{mark['steps']:,} steps, {mark['parts']} closed parts, {1e6 * mark['write_seconds_per_step']:.0f} µs a step",
-            f"  {mark['disk_bytes_per_step']:.0f} B a step on the disk, {mark['line_bytes_per_step']:.0f} B of lines",
-            f"  resume: {mark['resume_seconds']:.3f} s",
-            f"  {READ} events: {mark['read_first_seconds']:.2f} s from the beginning, "
-            f"{mark['read_last_seconds']:.2f} s from the end",
-            *asked,
+            row("events of so many steps", lambda mark: f"{mark['steps']:,}"),
+            "|---" * (1 + len(marks)) + "|",
+            row("closed parts", lambda mark: f"{mark['parts']}"),
+            row("on the disk, B a step", lambda mark: f"{mark['disk_bytes_per_step']:.0f}"),
+            row("of it lines before they are compressed", lambda mark: f"{mark['line_bytes_per_step']:.0f}"),
+            micros("write", "write_seconds_per_step"),
+            micros("track from the beginning", "track_first_seconds"),
+            micros("track at the end", "track_last_seconds"),
+            seconds("resume", "resume_seconds"),
+            *(question(name) for name in marks[-1]["questions"]),
+            micros("view", "view_seconds_per_step"),
+            row("state of the view, kB", lambda mark: f"{mark['view_bytes'] / 1000:.0f}"),
+            row("redraw, ms", lambda mark: f"{1000 * mark['redraw_seconds']:.1f}"),
+            seconds("report", "report_seconds", 1),
+            micros("report", "report_seconds_per_step"),
+            "",
+            f"by the clock, an hour without a step: {figures['by_clock']['bytes_per_hour'] / 1e6:.2f} MB kept",
         ]
     )
 

@@ -3,9 +3,6 @@
 asyncdock run ─▶ index, fork server, workers (and the supervisor, with --supervisor: then `asyncdock resume` goes on)
      kill -9 of one of them, at a random moment ─┘   until the run has had its share; it must finish all the same
 at the end ─▶ every step and every group once, in order · the ledger adds up · no traceback · no process, no memory left
-
-With ``--growth STEPS`` one long run is left alone, and measured: what grows with its steps (memory and open files of each
-process, files and bytes of its folder, keys and memory of its index).
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -28,10 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import redis
 
 from orchestration.events_file import METRICS, read_metrics
-from orchestration.service.lifecycle import WHERE
 from pipeline.warehouse.arena import SHARED_VARIABLE, shared_memory_directory
 
 MARK = "ASYNCDOCK_SOAK"  # in the environment of all processes of a run
@@ -198,144 +192,12 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What grows
-
-FAST = ("rollout.mock.time_scale=0.001", "train.mock.time_scale=0.001", "pipeline.keep_samples=4MiB")
-CADENCE = (
-    "checkpoint.every=25",
-    "evaluate.every=25",
-    "prompts.held_out=0.2",
-    "evaluate.prompts=8",
-    "launch.max_restarts=0",
-)
-MEASURES = 12
-# In each process that the fork server forks: how many objects its collector knows, beside those of the server.
-COUNTER = """
-import gc, os, sys, threading, time
-
-def count():
-    while True:
-        time.sleep(1.0)
-        with open(f"{os.environ['ASYNCDOCK_SOAK_COUNTS']}/{os.getpid()}", "w") as file:
-            file.write(str(len(gc.get_objects())))
-
-if "orchestration.processes.forkserver" in sys.orig_argv:
-    os.register_at_fork(after_in_child=threading.Thread(target=count, daemon=True).start)
-"""
-
-
-def watch_growth(home: Path, steps: int) -> dict[str, list[tuple[int, float]]]:
-    """Runs ``steps`` fast steps; returns what was measured, by name, at :data:`MEASURES` steps, or at those before an
-    interrupt. Raises Broken."""
-    mark, out, recipe, log = uuid.uuid4().hex, home / "run", home / "soak.toml", home / "run.log"
-    recipe.write_text(RECIPE)
-    memory = Path(tempfile.mkdtemp(prefix="asyncdock-soak-", dir=shared_memory_directory()))
-    (counts := home / "counts").mkdir()
-    (counts / "sitecustomize.py").write_text(COUNTER)
-    env = {**os.environ, MARK: mark, SHARED_VARIABLE: str(memory), "OMP_NUM_THREADS": "1"}
-    path = os.pathsep.join(filter(None, (str(counts), os.environ.get("PYTHONPATH"))))
-    env |= {"PYTHONPATH": path, "ASYNCDOCK_SOAK_COUNTS": str(counts)}
-    sets = [f"--set={text}" for text in (*FAST, *CADENCE, f"train.steps={steps}")]
-    command = [sys.executable, "-P", "-m", "api.cli.main", "run", str(recipe), "--plain", "--out", str(out), *sets]
-    found: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
-    made, position, due = 0, 0, steps // MEASURES
-    try:
-        with log.open("ab") as file:
-            process = psutil.Popen(command, env=env, stdout=file, stderr=file, cwd=home)
-        while process.poll() is None:
-            time.sleep(0.05)
-            with contextlib.suppress(FileNotFoundError), (out / METRICS).open("rb") as metrics:
-                metrics.seek(position)
-                whole = metrics.read().rpartition(b"\n")[0]
-                position, made = position + len(whole), made + whole.count(b'"kind": "step"')
-            if made >= due and made < steps:
-                due = made + steps // MEASURES
-                for name, value in measured(process, out, memory, counts).items():
-                    found[name].append((made, value))
-        if process.returncode:
-            raise Broken(f"`asyncdock run` ended with {process.returncode}\n{tail(log)}")
-    except KeyboardInterrupt:
-        print(f"interrupted after {made} steps")
-    finally:
-        for pid in marked(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
-        shutil.rmtree(memory, ignore_errors=True)
-    return found
-
-
-def measured(command: psutil.Process, out: Path, memory: Path, counts: Path) -> dict[str, float]:
-    """Sizes in bytes, and counts, of the run in ``out`` now, which ``command`` executes. Workers report to ``counts``."""
-    found: dict[str, float] = {}
-    for process in [command, *command.children(recursive=True)]:
-        with contextlib.suppress(psutil.Error, ProcessLookupError, FileNotFoundError):
-            name = "the command" if process == command else kind(process)
-            own, part = memory_of(process.pid)
-            found[f"memory of {name}"] = found.get(f"memory of {name}", 0) + own
-            found["memory of all processes, pages they share counted once"] = (
-                found.get("memory of all processes, pages they share counted once", 0) + part
-            )
-            if (count := counts / str(process.pid)).exists() and (text := count.read_text()):
-                found[f"objects of {name}"] = int(text)
-            found[f"open files of {name}"] = found.get(f"open files of {name}", 0) + process.num_fds()
-    with redis.Redis.from_url(json.loads((out / WHERE).read_text())["index"]) as index:
-        found["keys of the index"] = index.dbsize()
-        found["memory of the index's data"] = index.info("memory")["used_memory_dataset"]
-    found["shared memory"] = sum(path.stat().st_blocks * 512 for path in memory.rglob("*") if path.is_file())
-    for path in out.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            if path.is_file():
-                top = path.relative_to(out).parts[0]
-                found["files in the folder"] = found.get("files in the folder", 0) + 1
-                found[f"bytes of {top}"] = found.get(f"bytes of {top}", 0) + path.stat().st_size
-    return found
-
-
-def memory_of(pid: int) -> tuple[int, int]:
-    """Bytes of memory without a file behind them, swapped out or not, that a process has: all of them, and its part of those
-    that it shares. Not its resident set, which the kernel makes smaller and the process larger again when it reads its
-    program, nor what it has for itself alone: that grows when a process that it was forked with writes to a page."""
-    found = collections.Counter[str]()
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-        name, size = line.split()[:2]
-        found[name] += 1024 * int(size)
-    swapped, part = found["Swap:"], found["SwapPss:"]
-    return found["Anonymous:"] + swapped, found["Pss_Anon:"] + part
-
-
-def growth_table(found: dict[str, list[tuple[int, float]]]) -> str:
-    """A Markdown table: each thing when a third of the run was over, when two thirds were, and at its end, and its growth in
-    1000 steps in each of the two parts. What fills up grows less in the second one."""
-    steps = [step for step, _ in max(found.values(), key=len)]
-    marks = (len(steps) // 3, 2 * len(steps) // 3, len(steps) - 1)
-    heads = (*(f"after {steps[mark]}" for mark in marks), "in 1000 steps", "of the last part")
-    lines = ["| steps | " + " | ".join(heads) + " |", "|---" * 6 + "|"]
-    for name, values in sorted(found.items()):
-        points = [values[min(mark, len(values) - 1)] for mark in marks]
-        sized = name.startswith(("bytes", "memory", "shared"))
-        shown = [f"{value / 2**20:,.2f} MiB" if sized else f"{value:,.0f}" for _, value in points]
-        for (first, before), (last, after) in itertools.pairwise(points):
-            grown = 1000 * (after - before) / (last - first) if last > first else 0.0
-            shown.append(f"{grown / 2**20:+,.2f} MiB" if sized else f"{grown:+,.1f}")
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--supervisor", action="store_true", help="kill the command itself too; it is resumed")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time; it is printed")
-    parser.add_argument("--growth", type=int, metavar="STEPS", help="kill nothing; measure what grows in so many steps")
     options = parser.parse_args(arguments)
-    if options.growth:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with tempfile.TemporaryDirectory(prefix="adk-") as home:
-            began = time.monotonic()
-            print(growth_table(watch_growth(Path(home), options.growth)))
-            print(f"\n{time.monotonic() - began:.0f} s")
-        return 0
     seed = random.randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="adk-") as home:

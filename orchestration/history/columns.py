@@ -112,31 +112,34 @@ class Columns:
     def __init__(self, wanted: Wanted | None = None) -> None:
         self._wanted = wanted
         self._tables: dict[str, _Table] = {}
-        self._answers: dict[tuple[str, str], bool] = {}  # of `wanted`, by series and name
+        self._answers: dict[str, dict[str, bool]] = {}  # of `wanted`, by series and number
 
     def add(self, event: Event) -> None:
         if not (name := series_of(event)):
             return
-        data = event.data
+        numbers = finite_numbers(event.data)
         if self._wanted is not None:
-            data = {number: value for number, value in data.items() if self._is_wanted(event.kind, name, number)}
-        numbers = finite_numbers(data)
+            numbers = self._chosen(event.kind, name, numbers)
         if not numbers:
             return
         table = self._tables.setdefault(name, _Table())
         rows = len(table.times)
         table.times.append(event.time)
         for number, value in numbers.items():
-            column = table.numbers.setdefault(number, [])
+            column = table.numbers.get(number)
+            if column is None:
+                column = table.numbers[number] = []
             if len(column) < rows:
                 column.extend([math.nan] * (rows - len(column)))
             column.append(value)
 
-    def _is_wanted(self, kind: str, series: str, number: str) -> bool:
-        known = self._answers.get((series, number))
-        if known is None and self._wanted is not None:
-            known = self._answers[series, number] = self._wanted(kind, series, number)
-        return bool(known)
+    def _chosen(self, kind: str, series: str, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Those of ``numbers`` that are wanted. Each name is asked about once."""
+        assert self._wanted is not None
+        answers = self._answers.setdefault(series, {})
+        for number in numbers.keys() - answers.keys():
+            answers[number] = self._wanted(kind, series, number)
+        return {number: value for number, value in numbers.items() if answers[number]}
 
     def series(self) -> Iterator[tuple[str, Points]]:
         """The events of each series as points."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -14,6 +13,7 @@ from pipeline.events import Event
 ID_OF_LINE = re.compile(rb'\{"id": ?"(\d+-\d+)"')
 DIGITS = 7  # of a number, in the files: more than a measurement has
 WHOLE = 1e4  # a number from here on has three decimals: seconds since a worker began keep their milliseconds
+_NUMBERS = (int, float)
 
 
 def event_json(event: Event) -> str:
@@ -86,7 +86,12 @@ def finite_numbers(data: Mapping[str, Any]) -> dict[str, float]:
     """The numbers among the values of ``data`` that a float holds."""
     numbers: dict[str, float] = {}
     for name, value in data.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # an int that is too large
-                numbers[name] = float(value)
-    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+        if not isinstance(value, _NUMBERS) or isinstance(value, bool):
+            continue
+        try:
+            number = float(value)
+        except OverflowError:  # an int that is too large
+            continue
+        if math.isfinite(number):
+            numbers[name] = number
+    return numbers

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from api.telemetry.series import Wanted
 from orchestration.events_file import METRICS, MetricsFile, read_metrics
-from orchestration.history.columns import LEVELS, unpacked
+from orchestration.history.columns import LEVELS, Columns, unpacked
 from orchestration.history.past import Series, past_of
 from orchestration.history.reduction import TooMany
 from orchestration.history.segments import closed
@@ -144,3 +144,18 @@ def test_a_question_reads_what_it_asks_for(run: Path, monkeypatch: pytest.Monkey
 
 def test_levels_divide_each_other() -> None:
     assert all(coarse % fine == 0 for fine, coarse in itertools.pairwise(LEVELS))
+
+
+def test_a_number_is_asked_about_once_for_all_of_its_events_and_one_that_no_float_holds_is_left_out() -> None:
+    asked = list[tuple[str, str, str]]()
+
+    def wanted(kind: str, series: str, number: str) -> bool:
+        asked.append((kind, series, number))
+        return number != "rows"
+
+    columns = Columns(wanted)
+    for step in range(100):
+        columns.add(event(BEGIN + step, "step", step=step, loss=0.5, rows=8, huge=10**400, is_last=True))
+    assert sorted(asked) == [("step", "step", number) for number in ("loss", "rows", "step")]
+    ((series, points),) = columns.series()
+    assert (series, sorted(points.values)) == ("step", ["loss", "step"])
