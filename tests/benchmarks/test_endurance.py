@@ -68,7 +68,7 @@ def test_a_view_and_an_answer_are_as_large_for_a_long_run_as_for_a_short_one(tmp
 
 def test_the_command_prints_each_figure_at_each_mark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(
-        ["--steps", "200", "--run-steps", "0", "--out", str(tmp_path / "run"), "--json", str(tmp_path / "figures.json")]
+        ["--steps", "90", "--run-steps", "0", "--out", str(tmp_path / "run"), "--json", str(tmp_path / "figures.json")]
     )
     marks = json.loads((tmp_path / "figures.json").read_text())["marks"]
     assert [mark["steps"] for mark in marks] == [9, 90]
