@@ -66,7 +66,7 @@ async def test_rollouts_join_and_leave_and_no_token_is_made_twice(
         return generate(engine, requests)
 
     monkeypatch.setattr(MockRolloutEngine, "generate", generating)
-    steps, joining, leaves = 4 * STEPS, ("rollout-1", "rollout-2"), 0
+    steps, joining, leaves = 2 * STEPS, ("rollout-1", "rollout-2"), 0
     of = recipe(LONG_TAILED, train__steps=steps, checkpoint__every=STEPS, rollout__workers=1, pipeline__staleness=2)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: bool(watched.of("step")))
