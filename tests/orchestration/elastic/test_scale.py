@@ -66,21 +66,26 @@ async def test_rollouts_join_and_leave_and_no_token_is_made_twice(
         return generate(engine, requests)
 
     monkeypatch.setattr(MockRolloutEngine, "generate", generating)
-    of = recipe(LONG_TAILED, train__steps=STEPS, checkpoint__every=STEPS, rollout__workers=1, pipeline__staleness=2)
+    steps, joining, leaves = 2 * STEPS, ("rollout-1", "rollout-2"), 0
+    of = recipe(LONG_TAILED, train__steps=steps, checkpoint__every=STEPS, rollout__workers=1, pipeline__staleness=2)
     async with executing(Run.create(of, tmp_path / "run")) as (watched, work):
         await watched.until(lambda: bool(watched.of("step")))
-        await scale(watched, 3)
-        await asyncio.wait_for(third.wait(), 60)
-        await scale(watched, 1)
-        for worker in ("rollout-1", "rollout-2"):
-            await watched.until(lambda: "left" in changes(watched, worker))  # noqa: B023
+        while not any(counted(watched, "parked").get(worker) for worker in joining):  # they had something in flight
+            leaves += 1
+            await scale(watched, 3)
+            await asyncio.wait_for(third.wait(), 60)
+            for worker in joining:
+                await watched.until(lambda: changes(watched, worker).count("ready") == leaves)  # noqa: B023
+            await scale(watched, 1)
+            for worker in joining:
+                await watched.until(lambda: changes(watched, worker).count("left") == leaves)  # noqa: B023
         await scale(watched, 2)
-        await watched.until(lambda: changes(watched, "rollout-1").count("ready") == 2)
+        await watched.until(lambda: changes(watched, "rollout-1").count("ready") == leaves + 1)
         result = await work
     assert result.state == "finished", result.reason
-    for worker in ("rollout-1", "rollout-2"):
+    for worker in joining:
         left = [event for event in watched.of("worker") if event["worker"] == worker and event["change"] == "left"]
-        assert [event.get("reason") for event in left] == [None], "not ended for its time"
+        assert [event.get("reason") for event in left] == [None] * leaves, "not ended for its time"
     assert not [event for event in watched.of("worker") if event["change"] in ("died", "restarted")]
     assert_each_sample_once(of, watched)
     made, parked = counted(watched, "tokens"), counted(watched, "parked")
