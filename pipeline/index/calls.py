@@ -22,7 +22,7 @@ from pipeline.index.errors import IndexUnreachable, from_reply
 from pipeline.index.link import Link, is_loading
 
 _PARTS = (
-    *("clock", "base", "topics", "arrays", "ranges", "blocks", "groups", "claims"),
+    *("clock", "base", "arrays", "ranges", "blocks", "groups", "claims"),
     *("prompts", "training", "warehouses", "runs", "transfer_queue"),
 )
 
