@@ -232,6 +232,8 @@ class Service:
                     await self.registry.looked_at(record.id, given_up=given_up)
             except (IndexUnreachable, OSError) as error:
                 log.warning("events of ended runs stay in the index for now", reason=str(error))
+            except Exception:  # a run that was resumed or deleted at this moment
+                log.exception("events of an ended run stay in the index for now")
             await asyncio.sleep(GIVEN_UP_SECONDS / 4)
 
     async def forget(self, run: str) -> None:

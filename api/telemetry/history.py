@@ -37,8 +37,8 @@ class History:
         self._log = EventLog(file)
 
     async def newest(self) -> str:
-        """The id of the newest event in the index."""
-        return (await self._index().event_ends())[1] if self._index else BEGINNING
+        """The id of the newest event that the index has had."""
+        return await self._index().last_event_id() if self._index else BEGINNING
 
     async def page(self, after: str, count: int = EVENTS_AT_ONCE) -> list[Event]:
         """The next events after ``after`` that exist now, at most ``count``, in order and without a gap."""

@@ -276,7 +276,7 @@ async def events_of_folder(folder: Path, after: str) -> AsyncIterator[Event]:
                             state = event.data["state"] if event.kind == "state" else state
                             yield event
                         after = page[-1].id
-                    if state in ENDED and after == await history.newest():
+                    if state in ENDED and order(after) >= order(await history.newest()):
                         return
                     await history.wait(after, WAIT_SECONDS)
     _refuse_behind(after, folder / METRICS)

@@ -2,7 +2,7 @@
 
     the index's stream ─▶ Recording ─┬─▶ metrics.jsonl, by steps
                                      └─▶ RunTotals ─▶ document `totals` of the run, each minute and at the end
-    a minute after the run's end, when both have all of it ─▶ give_up: the index keeps its last event alone
+    a minute after the run's end, when both have all of it ─▶ give_up: the stream is empty
 
 A runner records the events of its run as they come. Of one that was killed, whoever concludes the run records the rest.
 """
@@ -96,12 +96,12 @@ async def record_rest(index: Index, path: Path) -> None:
 
 
 async def give_up(index: Index, path: Path) -> bool:
-    """Remove the events of an ended run from the index, but for the last one. Returns False, and removes nothing, where the
+    """Remove the events of an ended run from the index. Returns False, and removes nothing, where the
     file at ``path`` or the totals lack one of them."""
     recorded, (_, newest) = await Recorded.of(index), await index.event_ends()
     if not recorded.file or order(recorded.after) < order(newest):
         return False
     if order(await asyncio.to_thread(newest_id, path)) < order(recorded.file):
         return False
-    await index.remove_events_before(newest)
+    await index.give_events_up(newest, recorded.file)
     return True

@@ -36,8 +36,12 @@ class Events(Calls):
         key = f"{self.prefix}events"
         if order(after) <= (0, 0) or await self._redis.exists(key):
             return
-        milliseconds, number = order(after)
-        placed = f"{milliseconds}-{number}"
+        await self._place(after)
+
+    async def _place(self, event: str) -> None:
+        """Have the server give ids that are greater than ``event``."""
+        milliseconds, number = order(event)
+        key, placed = f"{self.prefix}events", f"{milliseconds}-{number}"
         await self._link.send_all([("MULTI",), ("XADD", key, placed, "-", ""), ("XDEL", key, placed), ("EXEC",)])
 
     async def events(self, after: str = "0", timeout: float = 1.0) -> list[Event]:
@@ -51,9 +55,21 @@ class Events(Calls):
         found = await self._redis.xrange(f"{self.prefix}events", min=f"({after}", max="+", count=count)
         return [_event(entry, fields) for entry, fields in found]
 
-    async def remove_events_before(self, event: str) -> None:
-        """Remove the events before the id ``event``. Ids that follow are still greater than those that were there."""
-        await self._redis.xtrim(f"{self.prefix}events", minid=event, approximate=False)
+    async def give_events_up(self, newest: str, last: str) -> None:
+        """Remove the events up to the id ``newest``. Ids that follow are greater than it, and than ``last``."""
+        milliseconds, number = order(newest)
+        key = f"{self.prefix}events"
+        await self._redis.xtrim(key, minid=f"{milliseconds}-{number + 1}", approximate=False)
+        if order(last) > order(newest) and not await self._redis.xlen(key):
+            await self._place(last)
+
+    async def last_event_id(self) -> str:
+        """The id of the newest event that the stream has had; "0": it has had none."""
+        key = f"{self.prefix}events"
+        if not await self._redis.exists(key):
+            return "0"
+        found = (await self._redis.xinfo_stream(key))["last-generated-id"]
+        return found.decode() if isinstance(found, bytes) else str(found)
 
     async def event_ends(self) -> tuple[str, str]:
         """The ids of the oldest and the newest event in the stream; "0" and "0" when it is empty."""
