@@ -231,7 +231,8 @@ async def _refuse_unknown(service: Service, record: RunRecord, names: frozenset[
     steps, every name is allowed."""
     index = service.index(record.id)
     totals = (await service.run_statuses.of(index)).totals
-    newest = totals.step.wire() if totals.step else {}
+    step = totals.step
+    newest = {} if step is None else dict(sorted(step.wire().items(), key=lambda number: number[0] in step.metrics))
     for name in sorted(names):
         allowed = names_like(name, totals.names, newest)
         if allowed and name not in allowed:

@@ -17,7 +17,7 @@ def test_hosts_are_shown_with_their_workers_of_now() -> None:
         nonlocal number
         number += 1
         data = {"stage": worker.rpartition("-")[0], "worker": worker, "change": change, **where}
-        status.apply(Event(f"{number}-0", 1.0, "worker", data))
+        status.totals.apply(Event(f"{number}-0", 1.0, "worker", data))
 
     change("flow-0", "ready", node="head", host="")
     for host, node in (("host-a1", "m1"), ("host-b2", "m2")):
