@@ -108,7 +108,7 @@ def fuzz(
         command = [Path(sys.executable).parent / "schemathesis", "--config-file", config, "run", f"{url}/openapi.json"]
         command += ["--header", f"Authorization: Bearer {token}", "--checks", "all", "--continue-on-failure"]
         command += ["--max-examples", str(examples), "--seed", str(seed), "--generation-database", "none", "--no-color"]
-        command += ["--no-shrink", "--report", "json", "--report-json-path", report]
+        command += ["--request-timeout", "60", "--no-shrink", "--report", "json", "--report-json-path", report]
         command += [part for path in ENDLESS for part in ("--exclude-path", path)]
         done = subprocess.run(
             [str(part) for part in command], capture_output=True, text=True, timeout=seconds, cwd=folder, check=False

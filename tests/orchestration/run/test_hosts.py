@@ -123,7 +123,9 @@ def test_cables_are_pulled_and_put_back_and_a_run_ends_without_the_machine_that_
             run = json.loads((out / "index.json").read_text())["run"]
             command = ("host", "--join", machines.url, "--run", run, "--data", str(tmp_path / "host"))
             machines.start(1, "api.cli.main", *command, hidden=[out], stdout=own, stderr=own)
-            until(lambda: len(events(out, "step")) > 3)
+            until(lambda: [e["change"] for e in events(out, "worker") if e["worker"] == "rollout-1"][-1:] == ["ready"])
+            made = len(events(out, "step"))
+            until(lambda: len(events(out, "step")) > made + 3)
             for machine in (1, 0):
                 machines.unplug(machine)
                 time.sleep(3.0)  # the stall itself
