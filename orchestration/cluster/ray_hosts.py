@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterable
 from functools import partial
@@ -37,6 +38,7 @@ log = structlog.get_logger()
 
 ASK_SECONDS = 2.0  # between two looks for nodes with room
 CONNECT_SECONDS = 60.0
+JOIN_SECONDS = 10.0  # in which a cluster that has just been started gets all of its nodes, with their resources
 END_SECONDS = 15.0  # for the driver to end the hosts
 
 
@@ -55,6 +57,7 @@ class RayHosts:
         self._address: str | None = None
         self._cluster = recipe.launch.address  # once it is found, where it is: another driver goes to the same one
         self._index: Index
+        self._began = time.monotonic()
 
     async def connect(self) -> str:
         """Connect to the cluster. Returns the address by which its nodes reach this machine; loopback where there is no
@@ -66,11 +69,12 @@ class RayHosts:
 
     def begin(self, index: Index, join: str) -> None:
         """Take workers from now on. ``join``: the index's URL for the nodes."""
-        self._index, self._join = index, join
+        self._index, self._join, self._began = index, join, time.monotonic()
 
     async def host_of(self, worker: Worker) -> str:
         """Wait until a host has a place for ``worker``, and return its name. Raises Unplaceable when no cluster
-        answers, or it could not hold the run if all of it were free: only before the first host is started."""
+        answers, or it could not hold the run if all of it were free, also a while after the beginning: only before the
+        first host is started."""
         while True:
             async with self._placing:
                 if not self._has_place(worker):
@@ -113,8 +117,11 @@ class RayHosts:
         if lacking := [worker for worker in missing if worker not in placed]:
             lack = describe_lack(recipe, lacking, nodes, devices)
             empty = [Node(name, node["total"]) for name, node in found.items()]
-            if not self._hosts and len(place(recipe, missing, empty, devices)) < len(missing):
+            is_too_small = not self._hosts and len(place(recipe, missing, empty, devices)) < len(missing)
+            if is_too_small and time.monotonic() - self._began >= JOIN_SECONDS:
                 raise Unplaceable(f"launch.address = {recipe.launch.address!r}: {lack}; add nodes, or ask for less")
+            if is_too_small:
+                return
             if lack != self._lack:
                 log.warning("waiting for nodes", reason=lack)
             self._lack = lack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -10,6 +11,8 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from tests.compose.page import until
 from tests.compose.sandbox import ROOT
@@ -248,12 +251,19 @@ def one_agent_holds_one_folder(stack: Stack) -> None:
     stack.until_healthy("agent")
 
 
+def command_line(process: psutil.Process) -> str:
+    """The command of ``process``; "": it has ended meanwhile."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
 def no_secret_is_on_a_command_line_or_in_a_log(stack: Stack) -> None:
     names = ("token", "metrics_token", "grafana_password")
     words = [stack.secret(name) for name in names] + re.findall(r":([0-9a-f]{64})@", stack.secret("index_url"))
     for container in stack.containers():
         running = container.processes() if container.shown["State"]["Running"] else []
-        lines = "".join(" ".join(process.cmdline()) for process in running)
+        lines = "".join(map(command_line, running))
         seen = json.dumps(container.shown["Config"]) + container.logs() + lines
         assert not [word for word in words if word in seen], container.name
     logs = list(stack.logs_of_runs())

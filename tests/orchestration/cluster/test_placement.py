@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestration.cluster import ray_hosts
 from orchestration.cluster.placement import Node, bundles, describe_lack, needs, place
+from orchestration.cluster.ray_hosts import RayHosts
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.kinds import remote_workers
+from orchestration.run.launchers import Unplaceable
+from pipeline.index.client import Index
 from tests.orchestration.runs import TINY, recipe
 
 ON_RAY: dict[str, Any] = {
@@ -126,3 +131,34 @@ def test_workers_of_a_lost_node_find_room_on_the_others(lost: str) -> None:
 def test_what_a_cluster_cannot_run_is_refused(change: dict[str, Any], wrong: str) -> None:
     with pytest.raises(RecipeError, match=wrong):
         of(**change)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+async def test_a_node_that_has_not_said_what_it_has_is_waited_for(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host was found "alive" without any resource, and the run failed. A cluster that stays too small is refused."""
+    of = recipe(TINY, launch__launcher="ray", launch__address="10.0.0.1:6379", rollout__workers=2)
+    hosts, asked = RayHosts(of, tmp_path), list[dict[str, Any]]()
+
+    async def answer() -> dict[str, Any]:
+        asked.append({})
+        known = {"a": {"CPU": 2.0}, "b": {"CPU": 2.0} if seconds == 0.0 and len(asked) > 1 else {}}
+        return {name: {"total": room, "free": room} for name, room in known.items()}
+
+    async def sent(message: dict[str, Any]) -> None:
+        started.extend(message["hosts"])
+
+    started = list[dict[str, Any]]()
+    monkeypatch.setattr(hosts, "_ask", answer)
+    monkeypatch.setattr(hosts, "_send", sent)
+    monkeypatch.setattr(ray_hosts, "ASK_SECONDS", 0.01)
+    hosts.begin(Index("redis://127.0.0.1:1", "a-run"), "redis://10.0.0.1:6379")
+    hosts._began -= seconds
+    if seconds:
+        with pytest.raises(Unplaceable, match="add nodes, or ask for less"):
+            await hosts.host_of(("rollout", 1))
+        assert not started
+    else:
+        await hosts.host_of(("rollout", 1))
+        assert {host["node"] for host in started} == {"a", "b"}
