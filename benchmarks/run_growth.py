@@ -138,7 +138,7 @@ def grown(home: Path, steps: int, samples: int = SAMPLES, command: Sequence[str]
         with log.open("wb") as file:
             process = psutil.Popen(arguments, env=environment, stdout=file, stderr=file)
         while process.poll() is None:
-            time.sleep(0.02)
+            time.sleep(0.02)  # the log has no reader that could be woken
             done = steps_done(log)
             if done >= every * (len(growth.steps) + 1) and done < steps:
                 growth.add(done, time.monotonic(), sizes(process, out, memory))

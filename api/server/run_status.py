@@ -79,8 +79,8 @@ class RunStatuses:
             fresh = ended == record.ended  # read after its end: it has no further step
         if record.state != "created" and not fresh:
             event = await index.newest("step")
-            found = StepEvent.of(event.data) if event else (await Recorded.of(index)).totals.step
-            read, step = time.monotonic(), found or step
+            newest_step = StepEvent.of(event.data) if event else (await Recorded.of(index)).totals.step
+            read, step = time.monotonic(), newest_step or step
         if record.state in ENDED or step is not None:
             self._steps[record.id] = read, record.ended, step
         while len(self._steps) > MOST_STEPS:

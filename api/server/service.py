@@ -228,13 +228,20 @@ class Service:
         while True:
             try:
                 for record in await self.registry.whole(GIVEN_UP_SECONDS, GIVEN_UP_AT_ONCE):
-                    given_up = await give_up(self.index(record.id), self.folder(record) / METRICS)
-                    await self.registry.looked_at(record.id, given_up=given_up)
-            except (IndexUnreachable, OSError) as error:
+                    await self.registry.looked_at(record.id, given_up=await self._give_up(record))
+            except IndexUnreachable as error:
                 log.warning("events of ended runs stay in the index for now", reason=str(error))
-            except Exception:  # a run that was resumed or deleted at this moment
-                log.exception("events of an ended run stay in the index for now")
             await asyncio.sleep(GIVEN_UP_SECONDS / 4)
+
+    async def _give_up(self, record: RunRecord) -> bool:
+        """Returns whether the index has given up the events of ``record``. One that fails does not keep others waiting."""
+        try:
+            return await give_up(self.index(record.id), self.folder(record) / METRICS)
+        except IndexUnreachable:
+            raise
+        except Exception as error:
+            log.warning("events of an ended run stay in the index for now", run=record.id, error=repr(error))
+            return False
 
     async def forget(self, run: str) -> None:
         """Close what is open for a deleted run."""

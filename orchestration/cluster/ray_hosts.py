@@ -57,7 +57,7 @@ class RayHosts:
         self._address: str | None = None
         self._cluster = recipe.launch.address  # once it is found, where it is: another driver goes to the same one
         self._index: Index
-        self._began = time.monotonic()
+        self._began: float  # in monotonic seconds
 
     async def connect(self) -> str:
         """Connect to the cluster. Returns the address by which its nodes reach this machine; loopback where there is no

@@ -54,7 +54,7 @@ class WorkerTotals:
         self.apply(first)
 
     def wire(self) -> dict[str, Any]:
-        """What :class:`WorkerTotals` is made from, as plain values; recent rates begin anew."""
+        """Return the state as plain values. It does not contain recent rates."""
         return {"latest": self.latest.wire(), "former": self._former}
 
     def apply(self, event: StageEvent) -> None:
@@ -119,7 +119,7 @@ class RunTotals:
 
     @classmethod
     def of(cls, wire: Mapping[str, Any]) -> Self:
-        """The totals that were sent as ``wire``; what an older version did not send begins anew."""
+        """Restore totals from :meth:`wire`. A field that an older version did not write has its initial value."""
         totals = cls()
         for name in _PLAIN:
             setattr(totals, name, wire.get(name, getattr(totals, name)))

@@ -4,7 +4,8 @@
                                      └─▶ RunTotals ─▶ document `totals` of the run, each minute and at the end
     a minute after the run's end, when both have all of it ─▶ give_up: the stream is empty
 
-A runner records the events of its run as they come. Of one that was killed, whoever concludes the run records the rest.
+A runner records the events of its run as they come. If it was killed, :func:`record_rest` records the remaining events when
+the run is concluded.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class Events(Calls):
         key = f"{self.prefix}events"
         if not await self._redis.exists(key):
             return "0"
-        found = (await self._redis.xinfo_stream(key))["last-generated-id"]
-        return found.decode() if isinstance(found, bytes) else str(found)
+        last_id = (await self._redis.xinfo_stream(key))["last-generated-id"]
+        return last_id.decode() if isinstance(last_id, bytes) else str(last_id)
 
     async def event_ends(self) -> tuple[str, str]:
         """The ids of the oldest and the newest event in the stream; "0" and "0" when it is empty."""

@@ -1,4 +1,4 @@
-"""The index gives the events of ended runs up: files and totals have all of them, whoever was killed."""
+"""The index removes the events of an ended run when its file and totals are complete, also after kills."""
 
 from __future__ import annotations
 
