@@ -21,7 +21,7 @@ from api.server.service import SERVICE
 from api.telemetry import prometheus
 from orchestration.events_file import METRICS, MetricsFile
 from orchestration.recipe.load import parse_recipe
-from orchestration.service.recording import record_rest
+from orchestration.service.recording import TOTALS, record_rest
 from orchestration.service.registry import Registry, RunRecord
 from pipeline.events import Event, Kind
 from pipeline.index.client import Index
@@ -249,6 +249,26 @@ async def test_when_the_index_has_given_the_events_up_every_answer_is_as_before(
     app_service.run_statuses.forget(run.record.id)  # as a server that was started again
     assert await answers() == before
     assert [data["step"] for _, kind, data in before["stream"] if kind == "step"] == list(range(5))
+
+
+async def test_a_run_with_damaged_totals_keeps_its_events_and_no_other_run_waits_for_it(
+    client: Client, begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged, sound = await begin(), await begin()
+    for run in (damaged, sound):
+        (tmp_path / run.record.id).mkdir()
+        key = f"{run.registry._index.prefix}run:{run.record.id}"
+        await run.registry._index._redis.hset(key, "folder", str(tmp_path / run.record.id))
+        await run.finish()
+        await record_rest(run.index, tmp_path / run.record.id / METRICS)
+    await damaged.index.put(TOTALS, "{")
+    monkeypatch.setattr(services, "GIVEN_UP_SECONDS", 0.0)
+    giving_up = asyncio.create_task(client.app[SERVICE].give_up_events())
+    async with asyncio.timeout(20):
+        while await sound.index.past_events():  # noqa: ASYNC110  (no event reports it)
+            await asyncio.sleep(0.05)
+    giving_up.cancel()
+    assert await damaged.index.past_events()
 
 
 async def test_what_cannot_be_answered_says_what_to_ask_instead(client: Client, run: EventfulRun) -> None:
