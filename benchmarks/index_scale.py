@@ -36,6 +36,8 @@ from typing import Any
 import numpy as np
 import redis
 
+from orchestration.run.documents import BEAT
+from pipeline.documents.kinds import Topic
 from pipeline.events import WorkerEvent
 from pipeline.index.address import Address
 from pipeline.index.claims import REF, Claim, Nothing, Stored, pack_made, ranges
@@ -51,6 +53,7 @@ STAGES = {  # stage: what it takes, needs, makes; its share of the clients; grou
     "train": ("groups", CREDIT, 0, 0.02, 8),
 }
 CONFIG = RunConfig(tuple(StageSpec(name, t, n, m, releases=not m) for name, (t, n, m, _, _) in STAGES.items()))
+ALL = Topic("all")  # wakes every client at once
 UNITS = 1000  # calls of each kind in the last part
 
 
@@ -133,7 +136,7 @@ async def _process(url: str, wanted: list[tuple[str, int, float]], pipe: Connect
     seconds = [each for client in clients for each in client.seconds]
     totals = {name: sum(getattr(client, name) for client in clients) for name in ("released", "found", "empty")}
     pipe.send({**totals, "seconds": seconds})
-    waits = [asyncio.create_task(client.index.woken("all", "", 60.0)) for client in clients]
+    waits = [asyncio.create_task(client.index.woken(ALL, "", 60.0)) for client in clients]
     await asyncio.sleep(0)
     pipe.send("waiting")
     await asyncio.gather(*waits)
@@ -177,7 +180,7 @@ async def unit_costs(index: Index, server: redis.Redis) -> dict[str, float]:
     event = WorkerEvent(stage="rollout", worker="rollout-0", name="x", change="ready")
     kinds: dict[str, Callable[[], Awaitable[Any]]] = {
         "warehouse heartbeat": lambda: index.announce_warehouse(1, "10.0.0.1", 1),
-        "host heartbeat": lambda: index.put("beat", "1"),
+        "host heartbeat": lambda: BEAT.put(index, 1, host="a"),
         "event": lambda: index.emit(event),
         "status": index.status,
     }
@@ -226,7 +229,7 @@ async def cell(clients: int, rate: float, seconds: float, home: Path) -> dict[st
                 await asyncio.to_thread(pipe.recv)
             await until(lambda: server.info("clients")["blocked_clients"] >= clients)
             woken, woke = stats(server)["cpu"], time.time()
-            await index.wake("all")
+            await index.wake(ALL)
             last = max([await asyncio.to_thread(pipe.recv) for pipe in pipes])
             wake = {"cpu_ms": (stats(server)["cpu"] - woken) * 1e3, "last_ms": (last - woke) * 1e3}
             units = await unit_costs(index, server)

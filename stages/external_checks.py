@@ -21,7 +21,6 @@ from pipeline.blocks import pack
 from pipeline.columns import Packed, Schema
 from stages.rollout.stage import PROGRESS
 
-TERMS = "external"  # key of the run's Terms in the index
 LEAST_LOGPROB = -104.0  # of a drawn token: float32 holds no smaller probability than exp(-103.3)
 LEAST_REFERENCE = -1e4  # of a token that another policy drew: float32 logits differ by no more
 ROUNDING = 0.01  # by which a logprob may exceed 0: the error of bfloat16

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from pipeline.documents.flow import VERSION
 from pipeline.events import PromptEvent
 from pipeline.index.client import Index, RunStatus
 from pipeline.pacing import Pacer
@@ -67,7 +68,7 @@ class Gate:
             elif status.trained >= self.steps:
                 return
             else:
-                await index.wait("version", status.wait, self._pacer.look() if self._pacer else WAIT_SECONDS)
+                await index.wait(VERSION, status.wait, self._pacer.look() if self._pacer else WAIT_SECONDS)
 
     async def _due(self, status: RunStatus) -> int:
         """The number below which groups are due."""
@@ -107,7 +108,7 @@ class Gate:
 
     async def stop(self) -> None:
         self.stopping = True
-        await self.dock.index.wake("version")
+        await self.dock.index.wake(VERSION)
 
 
 def columns(prompts: Sequence[Prompt]) -> dict[str, object]:

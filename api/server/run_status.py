@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from orchestration.external.accounting import PREFIX
 from orchestration.history.totals import RunTotals
-from orchestration.service.recording import BEGINNING, Recorded
+from orchestration.service.recording import recorded_totals
 from orchestration.service.registry import RunRecord
 from pipeline.events import ENDED, StepEvent, order
 from pipeline.index.client import Index
@@ -29,7 +29,7 @@ class RunStatus:
 
     def __init__(self) -> None:
         self.totals = RunTotals()
-        self.after, self.read = BEGINNING, -math.inf
+        self.after, self.read = "0", -math.inf
         self.lock = asyncio.Lock()
 
     def process(self, worker: str) -> str:
@@ -41,7 +41,7 @@ class RunStatus:
     async def update(self, index: Index) -> None:
         """Add the events that came since it was read."""
         if time.monotonic() - self.read > OLD_SECONDS:
-            recorded = await Recorded.of(index)
+            recorded = await recorded_totals(index)
             if order(recorded.after) > order(self.after):
                 self.totals, self.after = recorded.totals, recorded.after
         while events := await index.past_events(self.after):
@@ -79,7 +79,7 @@ class RunStatuses:
             fresh = ended == record.ended  # read after its end: it has no further step
         if record.state != "created" and not fresh:
             event = await index.newest("step")
-            newest_step = StepEvent.of(event.data) if event else (await Recorded.of(index)).totals.step
+            newest_step = StepEvent.of(event.data) if event else (await recorded_totals(index)).totals.step
             read, step = time.monotonic(), newest_step or step
         if record.state in ENDED or step is not None:
             self._steps[record.id] = read, record.ended, step

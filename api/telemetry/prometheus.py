@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from api.telemetry.fanout import Batch, Ending, Fanouts
 from orchestration.history.totals import SHARES, RunTotals, WorkerTotals
-from orchestration.service.recording import Recorded
+from orchestration.service.recording import recorded_totals
 from orchestration.service.registry import Registry, RunRecord
 from pipeline.events import ENDED, Event
 from pipeline.first_of import cancel_all
@@ -184,7 +184,7 @@ class Exposition(Collector):
         run = RunListener(record)
         try:
             async with self._fanouts.listening(record, run) as fanout:
-                recorded = await Recorded.of(Index(self._registry.link, record.id))
+                recorded = await recorded_totals(Index(self._registry.link, record.id))
                 run.totals, run.totals.state = recorded.totals, record.state
                 await fanout.join(run, recorded.after)
                 self._runs[record.id] = run

@@ -27,8 +27,9 @@ from orchestration.cluster.placement import Node, bundles, describe_lack, needs,
 from orchestration.processes.environment import importable
 from orchestration.recipe.devices import Worker
 from orchestration.recipe.schema import Recipe
+from orchestration.run.documents import HOSTS
 from orchestration.run.kinds import remote_workers
-from orchestration.run.launchers import HOSTS, Unplaceable
+from orchestration.run.launchers import Unplaceable
 from pipeline.index.client import Index
 from pipeline.index.embedded import die_with_parent
 from pipeline.node import LOOPBACK, is_loopback, is_own

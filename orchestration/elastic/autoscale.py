@@ -20,9 +20,10 @@ from typing import Any
 
 import structlog
 
-from orchestration.elastic.scale import SCALE, request_scale
+from orchestration.elastic.scale import request_scale
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
+from orchestration.run.documents import SCALE
 from orchestration.service.registry import WrongState
 from pipeline.events import Event
 from pipeline.index.client import Index
@@ -128,7 +129,7 @@ async def follow_load(index: Index, recipe: Recipe) -> None:
         if event.kind != "stage" or event.time - decided < section.window or (load := window.load()) is None:
             continue
         decided = event.time
-        asked = int(await index.get(SCALE) or recipe.rollout.workers)
+        asked = await SCALE.get(index) or recipe.rollout.workers
         wanted = policy.decide(asked, load)
         if wanted == asked:
             continue

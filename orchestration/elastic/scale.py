@@ -1,7 +1,7 @@
 """Scaling: the number of rollout workers that a run is asked for while it goes on.
 
-asyncdock runs scale, REST, autoscale ──▶ document "scale" ──▶ supervisor: starts workers, lets the last ones leave
-a worker that leaves: document "leave:NAME" ──▶ it claims nothing more, cuts and parks its responses, and ends
+asyncdock runs scale, REST, autoscale ──▶ document SCALE ──▶ supervisor: starts workers, lets the last ones leave
+a worker that leaves: document LEAVE ──▶ it claims nothing more, cuts and parks its responses, and ends
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import asyncio
 from orchestration.recipe.load import change_recipe
 from orchestration.recipe.problems import Problem, RecipeError
 from orchestration.recipe.schema import Recipe
+from orchestration.run.documents import RUN_RECIPE, SCALE
 from orchestration.service.registry import LIVE, WrongState
 from pipeline.index.client import Index
-
-SCALE, LEAVE = "scale", "leave"  # a document and its topic; the topic of the documents "leave:NAME"
 
 
 def scaled(recipe: Recipe, rollouts: int) -> Recipe:
@@ -40,28 +39,9 @@ def overrides_of(recipe: Recipe, rollouts: int) -> dict[str, int]:
 async def request_scale(index: Index, rollouts: int) -> str:
     """Ask the run of ``index`` for ``rollouts`` rollout workers. Returns its state. Raises RecipeError where it cannot
     have so many, and WrongState where it is not alive."""
-    state, recipe_json = (await index.state())[0], await index.get("recipe")
-    if recipe_json is None or state not in LIVE:
+    state, recipe = (await index.state())[0], await RUN_RECIPE.get(index)
+    if recipe is None or state not in LIVE:
         raise WrongState(index.run, state, "scale")
-    await asyncio.to_thread(scaled, Recipe.from_json(recipe_json), rollouts)
-    await index.put(SCALE, str(rollouts))
-    await index.wake(SCALE)
+    await asyncio.to_thread(scaled, recipe, rollouts)
+    await SCALE.put(index, rollouts)
     return state
-
-
-async def request_leave(index: Index, worker: str) -> None:
-    """Ask the worker named ``worker``, a name of one life, to leave."""
-    await index.put(f"leave:{worker}", "1")
-    await index.wake(LEAVE)
-
-
-async def leaves(index: Index, worker: str) -> bool:
-    """Whether the worker named ``worker`` was asked to leave."""
-    return await index.get(f"leave:{worker}") is not None
-
-
-async def until_leave(index: Index, worker: str, renew: float) -> None:
-    """Return when the worker named ``worker`` is asked to leave; the wait on the server is renewed after ``renew`` s."""
-    after = ""
-    while not await leaves(index, worker):
-        after = await index.woken(LEAVE, after, renew)

@@ -23,11 +23,13 @@ import torch
 from orchestration.external.accounting import OVER, PREFIX, StageTimes
 from orchestration.external.errors import NotExternal, WeightsTooOld
 from orchestration.external.experience import Experience, ExperienceRow
-from orchestration.external.weights import DIRECT, WAIT_SECONDS, ExternalWeights, loaded_key
+from orchestration.external.weights import DIRECT, WAIT_SECONDS, ExternalWeights
 from orchestration.guard.rules import TOKENIZER
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
+from orchestration.run.documents import LOADED, RUN_RECIPE, STEPPED
 from pipeline.columns import Packed, Schema
+from pipeline.documents.flow import SECRET, STATE
 from pipeline.index.address import redacted
 from pipeline.index.client import Claim, Index, LeaseLost
 from pipeline.warehouse.dock import Dock
@@ -70,13 +72,13 @@ class External(ExternalWeights):
         """Opens the run with id ``run`` on the index at ``url``. Raises LookupError when the index has no such run."""
         index = Index(url, run)
         try:
-            recipe = await index.get("recipe")
+            recipe = await RUN_RECIPE.get(index)
             if recipe is None:
                 raise LookupError(f"run: {run!r} is not in index {redacted(url)}; give the id of a run that is")
         except BaseException:
             await index.close()
             raise
-        return cls(index, Recipe.from_json(recipe), worker=worker)
+        return cls(index, recipe, worker=worker)
 
     @property
     def schema(self) -> Schema:
@@ -148,7 +150,7 @@ class External(ExternalWeights):
         generated = version if stage == "rollout" else None
         while True:
             state, reason, position = await self.index.state()
-            topics, due = {"state": position}, WAIT_SECONDS
+            topics, due = {STATE: position}, WAIT_SECONDS
             if state == CLAIMED:
                 home = (await self._warehouses()).home
                 found = await self.index.claim(stage, f"{PREFIX}{worker}", most, lease, generated, home, owner=owner)
@@ -202,12 +204,11 @@ class External(ExternalWeights):
     async def _version(self, worker: str, version: int | None, owner: str) -> int:
         """Returns the version with which a rollout claims."""
         if version is None:
-            notified = await self.index.get(loaded_key(worker, owner))
-            if notified is None:
+            version = await LOADED.get(self.index, owner=owner, worker=worker)
+            if version is None:
                 raise Misfit(
                     "version", "is not known of this worker", "give it, or call weight_sync_notify with what was loaded"
                 )
-            version = int(notified)
         await self._refuse_unpublished(version)
         return version
 
@@ -277,12 +278,12 @@ class External(ExternalWeights):
         rows = await dock.fetch(claim, names)
         rewards = {name: rows[name] for name in names}
         ledger, now = await self.index.ledger(), time.time()
-        since = float(await self.index.get("stepped") or now)
+        since = await STEPPED.get(self.index) or now
         stale = (step - claim.oldest_version.astype(int)).tolist()
         event = step_event(step, claim, rewards, stale, metrics, ledger, (now - since, now - since))
         version = await self.index.train(claim, step, event)
         self._times.put(claim, 0, int(claim.tokens.sum()))
-        await self.index.put("stepped", repr(now))
+        await STEPPED.put(self.index, now)
         await self.index.emit(await self.index.ledger_event())
         return version
 
@@ -336,7 +337,7 @@ class External(ExternalWeights):
                     directory=(await self.place()).shared,
                     lease=self.recipe.pipeline.lease_seconds,
                     slab=0,  # a process that is killed leaves no open slab
-                    secret=(await self.index.get("secret") or "").encode(),
+                    secret=await SECRET.get(self.index) or b"",
                     tls=self.recipe.pipeline.tls_contexts(),
                 )
                 await self.index.forget_worker(self.worker)  # blocks that an earlier process of this name left open

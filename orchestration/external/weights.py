@@ -16,11 +16,14 @@ import torch
 from orchestration.external.accounting import OVER, PREFIX
 from orchestration.external.errors import NotBegun, NotExternal, WeightsGone
 from orchestration.recipe.schema import Recipe
+from orchestration.run.documents import EXTERNAL_TERMS, LOADED, RUN_PATHS
 from orchestration.run.paths import RunPaths
+from pipeline.documents.flow import STATE, VERSION
+from pipeline.documents.kinds import Document, T
 from pipeline.events import SyncEvent
 from pipeline.index.client import Index
 from pipeline.warehouse.dock import NoRoom
-from stages.external_checks import TERMS, Layout, Misfit, Terms, check_layout, checked_weights, nbytes_of
+from stages.external_checks import Layout, Misfit, Terms, check_layout, checked_weights, nbytes_of
 from stages.weights.store import Published, WeightsDamaged, WeightStore
 
 DIRECT = "index"  # the owner of leases that were claimed on the index's URL; "" owns those of the run's own workers
@@ -50,7 +53,7 @@ class ExternalWeights:
             left = deadline - time.monotonic()
             if left <= 0 or state in OVER:
                 return None
-            await self.index.wait_any({"version": newest.wait, "state": position}, min(left, WAIT_SECONDS))
+            await self.index.wait_any({VERSION: newest.wait, STATE: position}, min(left, WAIT_SECONDS))
 
     async def read_weights(self, version: int) -> dict[str, torch.Tensor]:
         """Returns a private, verified copy of one of the two newest versions. Raises WeightsGone."""
@@ -69,7 +72,7 @@ class ExternalWeights:
         """Records that ``worker`` has loaded ``version``, with which it claims from now on. ``exposed`` and ``hidden``:
         seconds without and beside generation. Raises Misfit for a version that is not published."""
         await self._refuse_unpublished(version)
-        await self.index.put(loaded_key(worker, owner), str(version))
+        await LOADED.put(self.index, version, owner=owner, worker=worker)
         record = await self.index.weights_record(version)
         await self._emit(worker, version, record["nbytes"] if record else 0, exposed=exposed, hidden=hidden)
 
@@ -123,19 +126,19 @@ class ExternalWeights:
     async def terms(self) -> Terms:
         """Returns what an external program must know of the run. Raises NotBegun before its workers have written it."""
         if self._terms is None:
-            self._terms = Terms.from_json(await self._begun(TERMS))
+            self._terms = await self._begun(EXTERNAL_TERMS)
         return self._terms
 
     async def place(self) -> RunPaths:
         """Returns where the run's files are. Raises NotBegun."""
-        return RunPaths.from_json(await self._begun("place"))
+        return await self._begun(RUN_PATHS)
 
-    async def _begun(self, document: str) -> str:
+    async def _begun(self, document: Document[T]) -> T:
         """Returns a document of the index that the run writes when it begins. Raises NotBegun."""
-        text = await self.index.get(document)
-        if text is None:
+        value = await document.get(self.index)
+        if value is None:
             raise NotBegun(f"run {self.index.run!r} has not begun; wait until its state is 'running'")
-        return text
+        return value
 
     def _check_external(self, stage: str) -> None:
         if stage not in self.recipe.external.stages:
@@ -147,9 +150,3 @@ class ExternalWeights:
         if self._store is None:
             self._store = WeightStore((await self.place()).shared)
         return self._store
-
-
-def loaded_key(worker: str, owner: str) -> str:
-    """Returns the key of the version that a worker has loaded. It holds the owner: owners cannot name each other's
-    workers."""
-    return f"loaded:{owner}:{worker}"

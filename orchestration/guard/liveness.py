@@ -17,6 +17,7 @@ import structlog
 
 from orchestration.guard.waiting import waiting_chain
 from orchestration.recipe.sections import LaunchSection
+from orchestration.run.documents import REASON
 from orchestration.run.launchers import Life
 from pipeline.index.client import Index
 
@@ -76,6 +77,6 @@ class Liveness:
 
     async def _end(self, name: str, reason: str) -> None:
         log.warning("worker hangs", worker=name, reason=reason)
-        await self._index.put(f"reason:{name}", reason)
+        await REASON.put(self._index, reason, name=name)
         if life := self.lives.pop(name, None):  # it may have ended in the meantime
             life.end()

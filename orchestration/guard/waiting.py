@@ -7,7 +7,6 @@ It is read from the index alone, so it can be asked from any machine, also about
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +14,9 @@ from pydantic import Field, computed_field
 from pydantic.dataclasses import dataclass
 
 from orchestration.recipe.schema import Recipe
+from orchestration.run.documents import RUN_RECIPE
 from pipeline.events import ENDED, by_count
-from stages.weights.documents import done_with
+from stages.weights.documents import ENGINES, LAST_TAKEN
 
 if TYPE_CHECKING:
     from pipeline.index.client import Index, Missing, RunStatus, SignOfLife
@@ -44,15 +44,13 @@ class Wait:
 
 async def waiting_chain(index: Index) -> list[Wait]:
     """Returns the chain of the run in ``index``; empty for one that has ended. Raises LookupError for an unknown run."""
-    from pipeline.index.client import ENGINES  # a program that only asks a service has no client of Redis
-
     state, reason, _ = await index.state()
-    recipe_json = await index.get("recipe")
-    if not state or recipe_json is None:
+    recipe = await RUN_RECIPE.get(index)
+    if not state or recipe is None:
         raise LookupError(f"run: {index.run!r} is not in this index; give the id of a run that is")
     if state in ENDED:
         return []
-    recipe, found, alive = Recipe.from_json(recipe_json), await index.waiting(), await index.alive()
+    found, alive = await index.waiting(), await index.alive()
     status = await index.status()
     chain = _Chain(recipe, found, alive)
     since, published = seconds(found.state_age), seconds(found.version_age)
@@ -64,9 +62,9 @@ async def waiting_chain(index: Index) -> list[Wait]:
         links = [Wait("the run", f"{shown(name)} to be ready", since, bound=bound) for name in unready[:1]]
         return [*links, chain.worker(unready[0])]
     if status.trained >= recipe.train.steps:
-        for worker in json.loads(await index.get(ENGINES) or "[]"):
-            taken = await index.get(done_with(worker))
-            if taken != str(recipe.train.steps):
+        for worker in await ENGINES.get(index) or []:
+            taken = await LAST_TAKEN.get(index, worker=worker)
+            if taken != recipe.train.steps:
                 has = f"it has version {taken or 'none'} of {recipe.train.steps}"
                 return [
                     Wait("the end of the run", f"{worker} to take the last version", published, has),

@@ -24,12 +24,13 @@ from orchestration.guard.guard import Guard, GuardOptions
 from orchestration.guard.past import KINDS, Past, read_past
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.schema import Recipe
+from orchestration.run.documents import JUDGED
+from pipeline.documents.flow import STATE
 from pipeline.events import AlarmEvent, Event, EventData, order
 from pipeline.index.client import Index
 
 log = structlog.get_logger()
 
-JUDGED = "guard:judged"  # a document of the run: the id of the last event that was judged
 WINDOWS = 4  # windows of steps that are read again: not every step has every metric
 STATE_SECONDS = 10.0
 
@@ -93,7 +94,7 @@ class GuardWatch:
         if self.folder is not None:
             recorded = await asyncio.to_thread(read_past, self.folder / METRICS, steps)
         oldest, newest = await self.index.event_ends()
-        judged = await self.index.get(JUDGED)
+        judged = await JUDGED.get(self.index)
         if judged is None:  # what is older than this index was judged before the run was resumed
             ids = [event.id for event in recorded]
             older = [each for each in ids if newest == "0" or order(each) < order(oldest)]
@@ -129,7 +130,7 @@ class GuardWatch:
                 if (data := event.decoded() if event.kind in KINDS else None) is not None:
                     await self._judge(data, order(event.id) <= self._judged)
             if any(event.kind in KINDS for event in new):
-                await self.index.put(JUDGED, self._after)
+                await JUDGED.put(self.index, self._after)
 
     async def _judge(self, data: EventData, before: bool) -> None:
         """``before``: a former supervisor has judged it and acted."""
@@ -148,8 +149,8 @@ class GuardWatch:
             return
         reason = f"guard: step {alarm.step}: {alarm.reason}. {alarm.look}"
         if self.on_alarm == "fail":
-            await self.index.put(JUDGED, self._after)
+            await JUDGED.put(self.index, self._after)
             raise GuardFailed(reason)
         while (await self.index.transition(["running"], "paused", reason))[0] in ("created", "starting"):
             _, _, after = await self.index.state()
-            await self.index.wait("state", after, STATE_SECONDS)
+            await self.index.wait(STATE, after, STATE_SECONDS)

@@ -6,8 +6,10 @@ Event ──▶ RunTotals.apply ──▶ state, newest step, weights, restarts,
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 from pipeline.events import (
@@ -194,3 +196,21 @@ class RunTotals:
             self.swapped = data
         for part in self.sync_seconds:
             self.sync_seconds[part] += getattr(data, f"{part}_seconds") or 0.0
+
+
+@dataclass(frozen=True)
+class RecordedTotals:
+    """The ``totals`` of a run up to the event with the id ``after``. ``file``: the last id in its file, which then has all
+    events; "": the file may lack some."""
+
+    totals: RunTotals
+    after: str = "0"
+    file: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps({"after": self.after, "file": self.file, "totals": self.totals.wire()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        known = json.loads(text)
+        return cls(RunTotals.of(known["totals"]), known["after"], known["file"])

@@ -22,8 +22,10 @@ from orchestration.processes.forkserver import ForkServer
 from orchestration.recipe.model_files import PLAIN_MODELS
 from orchestration.recipe.schema import Recipe
 from orchestration.run.checkpoint import usable
+from orchestration.run.documents import RUN_PATHS, RUN_RECIPE
 from orchestration.run.engines import rollout_engine, sampling_of, tokenizer_of, weight_reader
 from orchestration.run.paths import RunPaths
+from pipeline.documents.flow import SECRET, VERSION
 from pipeline.events import ENDED
 from pipeline.index.client import Index
 from stages import device as devices
@@ -117,13 +119,12 @@ class Policies:
             return policy
         index = Index(self._index, name)
         stack.push_async_callback(index.close)
-        recipe, place = await index.get("recipe"), await index.get("place")
-        if recipe is None or place is None:
+        recipe, paths = await RUN_RECIPE.get(index), await RUN_PATHS.get(index)
+        if recipe is None or paths is None:
             raise PolicyUnknown(f"run {name!r} has not begun; it has a policy when it has")
-        secret, paths = (await index.get("secret") or "").encode(), RunPaths.from_json(place)
-        made = Recipe.from_json(recipe)
-        trusted = made.model.source in PLAIN_MODELS and not made.prompts.chat_template
-        policy = await self._policy(made, secret, stack, trusted=trusted)
+        secret = await SECRET.get(index) or b""
+        trusted = recipe.model.source in PLAIN_MODELS and not recipe.prompts.chat_template
+        policy = await self._policy(recipe, secret, stack, trusted=trusted)
         follower = _Follower(index, paths, weight_reader(policy.recipe, paths.shared, secret), policy)
         await follower.begin(version)
         following = asyncio.create_task(follower.run(swaps=version is None))
@@ -225,7 +226,7 @@ class _Follower:
             try:
                 wait = (await self._index.published_weights()).wait
                 if not (swaps and await self._take()):
-                    await self._index.wait("version", wait, WAIT_SECONDS)
+                    await self._index.wait(VERSION, wait, WAIT_SECONDS)
                 await self._look()
             except Exception as error:
                 log.error("new versions are not followed", kept=self._engines.version, exc_info=error)

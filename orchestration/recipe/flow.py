@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,6 @@ from stages.flow.resolver import Flow, resolve
 from stages.flow.user_stage import UserStage, declaration_of, stage_class
 from stages.rewards.registry import RewardFunctions, parameters_of
 
-DECLARED = "declared"  # the run's document of :func:`declared_json`, of a run with stages of its own
 TEXT_BYTES = 8  # of a text column, for each token of the longest response
 
 if TYPE_CHECKING:
@@ -99,19 +96,10 @@ def stage_of(section: StageSection) -> UserStage:
     return stage_class(section.use)(**section.options)
 
 
-def declared_json(recipe: Recipe) -> str:
-    """What the recipe's own stages declare, and which of their columns its reward functions read, for :func:`declaring`."""
+def declared_of(recipe: Recipe) -> Declared:
+    """What the recipe's own stages declare, and which of their columns its reward functions read."""
     stages = declarations_of(recipe)
-    reads = dict(reward_reads(recipe, stages))
-    return json.dumps({"stages": [asdict(stage) for stage in stages], "reads": reads})
-
-
-def declaring(recipe: Recipe, text: str | None) -> Recipe:
-    """``recipe`` with what :func:`declared_json` wrote: its flow is then known without an import of the stages' modules."""
-    if text is None:
-        return recipe
-    found = json.loads(text)
-    return recipe.with_declared(Declared(tuple(StageDeclaration(**stage) for stage in found["stages"]), found["reads"]))
+    return Declared(tuple(stages), reward_reads(recipe, stages))
 
 
 def reward_reads(recipe: Recipe, declared: Iterable[StageDeclaration], *, required: bool = False) -> Columns:

@@ -1,13 +1,13 @@
 """Hosts: processes on other machines that start workers of a run with the launcher of their own.
 
-    head: launch ──▶ log "orders" ────────▶ the host of its place, or one with room: put_once "host:NAME" decides
-          wait   ◀── document "exit:NAME" ◀── its worker has ended
-          end    ──▶ document "end:NAME" ──▶ it ends the worker
-          a host whose document "beat:HOST" does not change for LOST_SECONDS is lost, and its workers with it
+    head: launch ──▶ log ORDERS ────▶ the host of its place, or one with room: TAKEN_BY.put_once decides
+          wait   ◀── document EXIT ◀── its worker has ended
+          end    ──▶ document END ──▶ it ends the worker
+          a host whose document BEAT does not change for LOST_SECONDS is lost, and its workers with it
 
 All of it is in the run's index, so a host needs the index's URL and the run's id, and no connection to the head. Hosts may
 join at any time: one that is lost leaves its workers to the supervisor, which orders them again. Readers of documents are
-woken by the topic "hosts".
+woken by the topic HOSTS.
 """
 
 from __future__ import annotations
@@ -24,34 +24,40 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import msgpack
 import structlog
 
-from orchestration.elastic.scale import leaves, request_leave
 from orchestration.logs import configure
 from orchestration.private_files import keep_from_others
 from orchestration.processes.environment import take
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import DevicePool, on_this_node
-from orchestration.recipe.flow import DECLARED, declaring, flow_of
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.schema import Recipe
-from orchestration.run.exit_codes import EXIT_FATAL
-from orchestration.run.kinds import kind_of, remote_workers
-from orchestration.run.launchers import (
+from orchestration.run.documents import (
+    BEAT,
+    DECLARED,
+    END,
+    EXIT,
+    EXIT_FATAL,
     HEAD,
     HEADS_INDEX,
     HOSTS,
-    LOST_SECONDS,
+    LEAVE,
     ORDERS,
     OVER,
+    REASON,
     REWINDS,
-    ProcessLauncher,
-    Pulse,
-    beat,
+    RUN_PATHS,
+    RUN_RECIPE,
+    TAKEN_BY,
+    WAREHOUSE,
 )
-from orchestration.run.paths import HOST_VARIABLE, RECIPE, RunPaths
+from orchestration.run.kinds import kind_of, remote_workers
+from orchestration.run.launchers import LOST_SECONDS, ProcessLauncher, Pulse, beat
+from orchestration.run.paths import HOST_VARIABLE, RECIPE
 from orchestration.run.run import sweep_leftovers
+from pipeline.documents.flow import SECRET, STATE
 from pipeline.events import ENDED, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
@@ -98,7 +104,7 @@ class Host:
         try:
             while await self._work(stop):
                 log.info("the run goes on from a checkpoint; this host joins it again", host=self.name)
-            await self._index.put(f"beat:{self.name}", OVER)
+            await BEAT.put(self._index, OVER, host=self.name)
             await self._index.wake(HOSTS)
         except IndexUnreachable as lost:
             if not self._index_is_heads:
@@ -110,20 +116,19 @@ class Host:
     async def _work(self, stop: asyncio.Event) -> bool:
         """Join the run and work. Returns whether to join it again: it was rewound, and what it had here is gone."""
         async with AsyncExitStack() as stack:
-            rewinds = await self._index.get(REWINDS)
-            while (recipe_json := await self._index.get("recipe")) is None or (
-                paths_json := await self._index.get("place")
+            rewinds = await REWINDS.get(self._index)
+            while (recipe := await RUN_RECIPE.get(self._index)) is None or (
+                paths := await RUN_PATHS.get(self._index)
             ) is None:
                 state, _, marker = await self._index.state()
                 if not state or state in ENDED:
                     raise LookupError(f"run: {self._index.run!r} is not in this index; give the id of a run that is")
                 if stop.is_set():
                     return False
-                await self._index.wait("state", marker, LOOK_SECONDS)  # a service has not begun it yet
-            recipe, paths = Recipe.from_json(recipe_json), RunPaths.from_json(paths_json)
-            if recipe.stages:
-                recipe = declaring(recipe, await self._index.get(DECLARED))
-            self._index_is_heads = await self._index.get(HEADS_INDEX) is not None
+                await self._index.wait(STATE, marker, LOOK_SECONDS)  # a service has not begun it yet
+            if recipe.stages and (declared := await DECLARED.get(self._index)):
+                recipe = recipe.with_declared(declared)
+            self._index_is_heads = await HEADS_INDEX.get(self._index) is not None
             if not remote_workers(recipe):
                 raise ValueError(
                     f"run: {self._index.run!r} starts all of its workers itself; set launch.remote_rollouts"
@@ -138,7 +143,7 @@ class Host:
                 worker=self.name,
                 directory=shared,
                 warehouse=node_id(shared),
-                secret=(await self._index.get("secret") or "").encode(),
+                secret=await SECRET.get(self._index) or b"",
                 tls=recipe.pipeline.tls_contexts(),
             )
             stack.push_async_callback(dock.close)
@@ -154,7 +159,7 @@ class Host:
             logs = (out if self._shared else self._folder) / "logs"
             launcher = ProcessLauncher(logs, method, self._forks, self._devices.given, {HOST_VARIABLE: json.dumps(own)})
             stack.callback(launcher.close)
-            await self._index.put(f"warehouse:{self.name}", node_id(shared))
+            await WAREHOUSE.put(self._index, node_id(shared), host=self.name)
             await self._emit("ready")
             log.info("host works", host=self.name, address=address, workers=self._workers)
             try:
@@ -180,7 +185,7 @@ class Host:
             async with asyncio.timeout(timeout):
                 lives = dict(self._lives)
                 for name in lives:
-                    await request_leave(self._index, name)
+                    await LEAVE.put(self._index, True, name=name)
                 await asyncio.gather(*lives.values(), return_exceptions=True)
                 await self._move_away(dock)
         except TimeoutError:
@@ -207,7 +212,7 @@ class Host:
                 await dock.serve(self._serve)
                 self._moved = False
 
-    async def _until_over(self, rewinds: str | None) -> bool:
+    async def _until_over(self, rewinds: int | None) -> bool:
         """Return when the run has ended, or its head gives no sign of life any more; True when it was rewound since it had
         been ``rewinds`` times."""
         pulse = Pulse(self._index)
@@ -215,9 +220,9 @@ class Host:
             state, _, after = await self._index.state()
             if state in ENDED:
                 return False
-            if await self._index.get(REWINDS) != rewinds:
+            if await REWINDS.get(self._index) != rewinds:
                 return True
-            await self._index.wait("state", after, LOST_SECONDS)
+            await self._index.wait(STATE, after, LOST_SECONDS)
         log.warning("the head of the run gives no sign of life; ending", run=self._index.run)
         return False
 
@@ -233,17 +238,17 @@ class Host:
             while len(self._lives) >= self._workers:
                 self._room.clear()
                 await self._room.wait()
-            if (packed := await self._index.read_log(ORDERS, number, LOST_SECONDS)) is None or not self._workers:
+            order = await ORDERS.read(self._index, number, LOST_SECONDS)
+            if order is None or not self._workers:
                 continue
-            order, number = msgpack.unpackb(packed), number + 1
-            name, worker = order["name"], (order["kind"], order["number"])
-            if order["host"] not in ("", self.name):
+            number += 1
+            if order.host not in ("", self.name):
                 continue
-            if await self._index.put_once(f"host:{name}", self.name) == self.name:
+            if await TAKEN_BY.put_once(self._index, self.name, name=order.name) == self.name:
                 await self._join(dock, recipe.pipeline.arena)
-                self._devices.give(recipe, worker)
-                work = self._keep(launcher, *worker, name)
-                self._lives[name] = asyncio.create_task(work, name=name)
+                self._devices.give(recipe, (order.kind, order.number))
+                work = self._keep(launcher, order.kind, order.number, order.name)
+                self._lives[order.name] = asyncio.create_task(work, name=order.name)
 
     async def _keep(self, launcher: ProcessLauncher, kind: str, number: int, name: str) -> None:
         """Start a worker, end it when that is ordered, and report its exit code."""
@@ -255,29 +260,23 @@ class Host:
                     "writes checkpoints, and this host does not have the run's folder; set checkpoint.url, or mount the "
                     "folder at the same path"
                 )
-                await self._index.put(f"reason:{name}", f"{kind}-{number}: {refused}")
+                await REASON.put(self._index, f"{kind}-{number}: {refused}", name=name)
                 code = EXIT_FATAL
                 return
             life = await launcher.launch(self._index.run, self._url, kind, number, name)
-            _, code = await first_of(self._until_end(name), life.wait())
+            _, code = await first_of(END.wait(self._index, LOST_SECONDS, name=name), life.wait())
         except OSError as error:
             log.error("worker cannot be started", worker=name, error=str(error))
         finally:
             if life is not None:
                 life.end()
                 await life.wait()
-            await self._index.put(f"exit:{name}", str(-signal.SIGKILL if code is None else code))
-            await self._index.wake(HOSTS)
+            await EXIT.put(self._index, -signal.SIGKILL if code is None else code, name=name)
             self._devices.take_back((kind, number))
             del self._lives[name]
             self._room.set()
-            if not self._lives and await leaves(self._index, name):
+            if not self._lives and await LEAVE.get(self._index, name=name):
                 self._emptied.set()
-
-    async def _until_end(self, name: str) -> None:
-        after = ""
-        while await self._index.get(f"end:{name}") is None:
-            after = await self._index.woken(HOSTS, after, LOST_SECONDS)
 
 
 def forked(arguments: Sequence[str]) -> None:

@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, cast
 
-import msgpack
 import structlog
 
 from orchestration.processes.environment import without_secrets
@@ -25,7 +24,20 @@ from orchestration.processes.forkserver import ForkServer, Launch
 from orchestration.processes.starter import Starter
 from orchestration.recipe.devices import Devices, assign, on_this_node
 from orchestration.recipe.schema import Recipe
-from orchestration.run.exit_codes import EXIT_FAILED
+from orchestration.run.documents import (
+    BEAT,
+    END,
+    EXIT,
+    EXIT_FAILED,
+    HEAD,
+    HOSTS,
+    ORDERS,
+    OVER,
+    PROCESS,
+    TAKEN_BY,
+    WAREHOUSE,
+    Order,
+)
 from orchestration.run.kinds import remote_workers
 from pipeline.events import WorkerEvent
 from pipeline.first_of import first_of
@@ -35,11 +47,6 @@ log = structlog.get_logger()
 
 BEAT_SECONDS = 2.0  # between two signs of life of a host
 LOST_SECONDS = 10.0  # without one, a host is lost with its workers
-ORDERS, HOSTS = "orders", "hosts"  # a log, and the topic that wakes readers of documents about workers on hosts
-REWINDS = "rewinds"  # a document: how often the run went on from a checkpoint, and what hosts had was gone
-HEADS_INDEX = "heads-index"  # a document: the index ends with the run's head
-OVER = "over"  # in place of a sign of life: the host has seen that the run has ended
-HEAD = "head"  # in place of a host's name: in its signs of life; that of an order which none may take any more
 
 Worker = tuple[str, int]  # kind and number
 
@@ -143,7 +150,7 @@ class ProcessLauncher:
 async def beat(index: Index, name: str) -> None:
     """Give signs of life of the host ``name``, until cancelled."""
     for count in itertools.count():
-        await index.put(f"beat:{name}", str(count))
+        await BEAT.put(index, count, host=name)
         await asyncio.sleep(BEAT_SECONDS)
 
 
@@ -151,13 +158,14 @@ class Pulse:
     """The signs of life of one host, as another process sees them: no clocks are compared."""
 
     def __init__(self, index: Index) -> None:
-        self._index, self._beat, self._changed = index, "", time.monotonic()
+        self._index, self._changed = index, time.monotonic()
+        self._beat: int | None = None
 
     async def silent(self, name: str) -> float:
         """Returns the seconds since the host ``name`` gave a sign of life, or since this object was made. While the index
         did not answer, nobody could give one."""
         asked = time.monotonic()
-        beat = await self._index.get(f"beat:{name}") or ""
+        beat = await BEAT.get(self._index, host=name)
         if beat != self._beat or time.monotonic() - asked > BEAT_SECONDS:
             self._beat, self._changed = beat, time.monotonic()
         return time.monotonic() - self._changed
@@ -195,11 +203,11 @@ class RemoteLauncher:
         """End the workers that a former head of the run, which was killed, has ordered; hosts have room again then."""
         if not self.remote:
             return
-        self._orders = await self.index.log_end(ORDERS)
+        self._orders = await ORDERS.end(self.index)
         for kind, number in self.remote:
-            if former := await self.index.get(f"life:{kind}-{number}"):
-                await self.index.put_once(f"host:{former}", HEAD)  # none may take the order any more
-                await order_end(self.index, former)
+            if former := await PROCESS.get(self.index, worker=f"{kind}-{number}"):
+                await TAKEN_BY.put_once(self.index, HEAD, name=former)
+                await END.put(self.index, True, name=former)
 
     async def launch(self, run: str, url: str, kind: str, number: int, name: str) -> Life:
         if (kind, number) not in self.remote:
@@ -209,9 +217,9 @@ class RemoteLauncher:
     async def order(self, worker: Worker, name: str) -> str:
         """Order the start of ``worker`` under ``name``. Returns the host that it was placed on, "" for any."""
         host = await self.hosts.host_of(worker) if self.hosts else ""
-        order = {"kind": worker[0], "number": worker[1], "name": name, "host": host}
+        order = Order(*worker, name, host)
         async with self._ordering:  # entries of a log are written in their order
-            await self.index.append_log(ORDERS, self._orders, msgpack.packb(order))
+            await ORDERS.append(self.index, self._orders, order)
             self._orders += 1
         return host
 
@@ -231,7 +239,7 @@ class RemoteLauncher:
             return
         self._lost[host] = reason
         log.warning("host lost", host=host, reason=reason)
-        warehouse = await self.index.get(f"warehouse:{host}")
+        warehouse = await WAREHOUSE.get(self.index, host=host)
         for record in await self.index.warehouses():
             if record.name == warehouse:
                 await self.index.suspect_warehouse(record.number, 0.0)
@@ -243,7 +251,7 @@ class RemoteLauncher:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 for host in self.taken - self._lost.keys():
-                    while await self.index.get(f"beat:{host}") != OVER:
+                    while await BEAT.get(self.index, host=host) != OVER:
                         after = await self.index.woken(HOSTS, after, BEAT_SECONDS) or after
 
     def close(self) -> None:
@@ -270,12 +278,13 @@ class RemoteLife:
     async def _follow(self) -> int:
         placed, _ = await first_of(self._launcher.order(self._worker, self._name), self._end.wait())
         after, pulse, ordered = "", None, False
-        while (code := await self._index.get(f"exit:{self._name}")) is None:
+        while (code := await EXIT.get(self._index, name=self._name)) is None:
             if self._end.is_set() and not ordered:
                 ordered = True
-                await order_end(self._index, self._name)
-            key = f"host:{self._name}"
-            taken = await (self._index.put_once(key, HEAD) if ordered else self._index.get(key)) or ""
+                await END.put(self._index, True, name=self._name)
+                taken = await TAKEN_BY.put_once(self._index, HEAD, name=self._name)
+            else:
+                taken = await TAKEN_BY.get(self._index, name=self._name) or ""
             if taken == HEAD:  # no host has taken the order, and none will
                 return -signal.SIGKILL
             pulse = pulse or Pulse(self._index) if taken else None
@@ -286,17 +295,11 @@ class RemoteLife:
                 reason = f"no sign of life for {LOST_SECONDS:.0f} s"
             if reason:
                 self.orphaned = f"its host {host} was lost: {reason}"
-                await order_end(self._index, self._name)
+                await END.put(self._index, True, name=self._name)
                 await self._launcher.lose(host, reason)
                 return -signal.SIGKILL
             woken = await first_of(
                 self._index.woken(HOSTS, after, BEAT_SECONDS), *(() if ordered else (self._end.wait(),))
             )
             after = woken[0] or after
-        return int(code)
-
-
-async def order_end(index: Index, name: str) -> None:
-    """Order the host of the worker ``name`` to end it."""
-    await index.put(f"end:{name}", "1")
-    await index.wake(HOSTS)
+        return code

@@ -36,37 +36,48 @@ import structlog
 from orchestration.cluster.ray_hosts import RayHosts
 from orchestration.disk import refusal
 from orchestration.elastic.budget import RestartBudget
-from orchestration.elastic.scale import SCALE
 from orchestration.private_files import MASKS, write_private
 from orchestration.processes.forkserver import ForkServer
 from orchestration.processes.handles import Process
 from orchestration.processes.starter import SPAWN
 from orchestration.recipe.devices import assign, on_this_node
-from orchestration.recipe.flow import DECLARED, declared_json, flow_of
+from orchestration.recipe.flow import declared_of, flow_of
 from orchestration.recipe.load import change_recipe, overridden
 from orchestration.recipe.planner import notices_of
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import LaunchSection
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
+from orchestration.run.documents import (
+    CHECKPOINT_REPORTED,
+    DECLARED,
+    HEADS_INDEX,
+    REWINDS,
+    RUN_FLOW,
+    RUN_PATHS,
+    RUN_RECIPE,
+    SCALE,
+)
 from orchestration.run.kinds import remote_workers
-from orchestration.run.launchers import HEADS_INDEX, REWINDS, InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
+from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
 from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import FIRST_ID, RECIPE, RunPaths
 from orchestration.run.storage import base_models
 from orchestration.run.storage.recorded import set_newer_aside, start_of, store_url
 from orchestration.run.supervisor import REWIND, Outcome, Supervisor, ending
 from orchestration.service.lifecycle import WHERE, shared_of
-from orchestration.service.registry import CHECKPOINT_REPORTED, LIVE
+from orchestration.service.registry import LIVE
+from pipeline.documents.flow import SECRET
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.address import Address, split_password
-from pipeline.index.client import EVALUATED, INDEX_VARIABLE, Index, IndexRefused, IndexUnreachable
+from pipeline.index.client import INDEX_VARIABLE, Index, IndexRefused, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex, end_unknown, served_by_tls
 from pipeline.node import AUTO, own_address, owned_prefix
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.flow.graph import document
 from stages.threads import run_in_thread
+from stages.weights.documents import EVALUATED
 
 log = structlog.get_logger()
 
@@ -292,8 +303,8 @@ class Run:
         shutil.rmtree(self.shared, ignore_errors=True)
         self.start = checkpoint.latest(self.out_dir / "checkpoints")
         await self._prepare(self._index)
-        await self._index.put(REWINDS, str(int(await self._index.get(REWINDS) or 0) + 1))
-        await self._index.wake("state")
+        rewinds = await REWINDS.get(self._index) or 0
+        await REWINDS.put(self._index, rewinds + 1)
 
     async def _supervise(self, stop: asyncio.Event, launcher: Launcher) -> Outcome:
         assert self._index is not None
@@ -355,19 +366,19 @@ class Run:
         await index.continue_events(self.last_event)
         begun = not await index.init(config, counters, remake, rates)
         if not begun:
-            await index.put(SCALE, "")  # of the run that this one resumes
+            await SCALE.remove(index)  # of the run that this one resumes
             if self.recipe.first_slack != self.recipe.staleness_plan.slack:
                 await index.set_slack(self.recipe.first_slack)
         lost = begun and not self.shared.is_dir()  # the machine was rebooted, or is another one: the samples are gone
-        reported = int(await index.get(CHECKPOINT_REPORTED) or 0)
+        reported = await CHECKPOINT_REPORTED.get(index) or 0
         if lost or not begun:
             # Not from the beginning, or from an older one, on a machine that does not have the run's folder.
             checkpoint.latest_of_run(self.out_dir / "checkpoints", reported, self._store_url)
-            await index.put(CHECKPOINT_REPORTED, str(self.begins))
+            await CHECKPOINT_REPORTED.put(index, self.begins)
         if lost:
             await index.rewind(config, counters, remake, rates)
-            if (evaluated := await index.get(EVALUATED)) is not None:
-                await index.put(EVALUATED, str(min(int(evaluated), self.begins)))
+            if (evaluated := await EVALUATED.get(index)) is not None:
+                await EVALUATED.put(index, min(evaluated, self.begins))
             since = f"from the checkpoint of version {self.start.version}" if self.start else "from the beginning"
             log.warning("the samples in shared memory are gone; going on", since=since)
             rewound: dict[str, Any] = {"stage": "runner", "worker": "runner-0", "change": "rewound", "pid": os.getpid()}
@@ -376,26 +387,26 @@ class Run:
             begun = False
         if not begun:
             newest = self.begins - 1 if self.evaluated is None else self.evaluated
-            await index.put_once(EVALUATED, str(newest))
+            await EVALUATED.put_once(index, newest)
             shutil.rmtree(self.shared, ignore_errors=True)
             self.shared.mkdir(parents=True, mode=0o700)
         base_models.record_beside(self.recipe, self.out_dir)
         place = RunPaths(self.out_dir, self.shared, self.start.path if self.start else None, self._store_url)
         await _put_recipe(index, self.recipe)
-        await index.put("flow", json.dumps(document(flow)))
-        await (index.put_once if begun else index.put)("place", place.to_json())
-        await index.put_once("secret", secrets.token_hex(32))  # its nodes prove with it that they are of this run
+        await RUN_FLOW.put(index, document(flow))
+        await (RUN_PATHS.put_once if begun else RUN_PATHS.put)(index, place)
+        await SECRET.put_once(index, secrets.token_hex(32).encode())
         await index.put_own_address(await _reached_at(self.recipe, self._hosts))
         if self.server is not None:
-            await index.put(HEADS_INDEX, "1")
+            await HEADS_INDEX.put(index, True)
         await index.transition([""], "created")
 
 
 async def _put_recipe(index: Index, recipe: Recipe) -> None:
     """Put what workers build their parts from: the recipe, and what its own stages declare, before it."""
     if recipe.stages:
-        await index.put(DECLARED, declared_json(recipe))
-    await index.put("recipe", recipe.to_json())
+        await DECLARED.put(index, declared_of(recipe))
+    await RUN_RECIPE.put(index, recipe)
 
 
 async def _reached_at(recipe: Recipe, hosts: RayHosts | None) -> str:

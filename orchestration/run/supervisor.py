@@ -24,7 +24,6 @@ A supervisor may follow a killed one in the same index: the rows that its worker
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
 from collections.abc import Coroutine, Iterable
@@ -36,19 +35,31 @@ import structlog
 
 from orchestration.elastic.autoscale import follow_load
 from orchestration.elastic.budget import RestartBudget
-from orchestration.elastic.scale import SCALE, leaves, request_leave, scaled
+from orchestration.elastic.scale import scaled
 from orchestration.guard.guard import Guard
 from orchestration.guard.liveness import Liveness
 from orchestration.guard.watch import GuardFailed, GuardWatch, options_of
 from orchestration.recipe.schema import Recipe
-from orchestration.run.exit_codes import EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
+from orchestration.run.documents import (
+    EXIT_FATAL,
+    EXIT_NOT_STARTED,
+    EXIT_REWIND,
+    LEAVE,
+    PROCESS,
+    RANKS,
+    REASON,
+    SCALE,
+    SCALES,
+)
 from orchestration.run.kinds import WorkerKind, kind_of, remote_workers, workers_of
 from orchestration.run.launchers import Launcher, Life, Unplaceable
 from orchestration.service.registry import LIVE
 from orchestration.simulation.live import follow_costs
+from pipeline.documents.flow import STATE, VERSION
 from pipeline.events import WorkerEvent
 from pipeline.first_of import cancel_all, first_of
-from pipeline.index.client import ENGINES, TAKEN, Index, IndexRefused, IndexUnreachable, worker_name
+from pipeline.index.client import Index, IndexRefused, IndexUnreachable, worker_name
+from stages.weights.documents import ENGINES
 
 log = structlog.get_logger()
 
@@ -216,12 +227,12 @@ class Supervisor:
         while not self._stopping:
             await self._launch(group)
             codes = await _wait(group.lives)
-            left = await leaves(self.index, group.names[first])
+            left = await LEAVE.get(self.index, name=group.names[first])
             for name in group.names.values():
                 self._liveness.lives.pop(name, None)
             if not any(codes.values()) and not left:
                 return
-            reasons = {worker: await self.index.get(f"reason:{name}") for worker, name in group.names.items()}
+            reasons = {worker: await REASON.get(self.index, name=name) for worker, name in group.names.items()}
             for name in group.names.values():
                 await self.index.forget_worker(name)
             if self._stopping:
@@ -244,9 +255,9 @@ class Supervisor:
         give."""
         group.names = {worker: worker_name(*worker) for worker in group.workers}
         if len(group.workers) > 1:
-            await self.index.put(f"ranks:{group.first[0]}", group.names[group.first])
+            await RANKS.put(self.index, group.names[group.first], kind=group.first[0])
         for worker, name in group.names.items():
-            await self.index.put(_life(worker), name)
+            await PROCESS.put(self.index, name, worker=_shown(worker))
             try:
                 life = await self.launcher.launch(self.index.run, self.index.url, *worker, name)
             except OSError as error:
@@ -291,8 +302,8 @@ class Supervisor:
         too many."""
         after, asked = "", 0
         while True:
-            after = await self.index.woken(SCALE, after, SCALE_SECONDS)
-            wanted = int(await self.index.get(SCALE) or asked)
+            after = await self.index.woken(SCALES, after, SCALE_SECONDS)
+            wanted = await SCALE.get(self.index) or asked
             if wanted != asked and not self._stopping:
                 asked, recipe = wanted, await asyncio.to_thread(scaled, self.recipe, wanted)
                 self.launcher.rescale(recipe)
@@ -319,7 +330,7 @@ class Supervisor:
             await self._stays(group)
             return
         await self._emit(group.first, "leaves")
-        await request_leave(self.index, name)
+        await LEAVE.put(self.index, True, name=name)
         await first_of(life.wait(), timeout=self.launch.leave_timeout)
         life.end()
 
@@ -359,8 +370,8 @@ class Supervisor:
     async def _record_engines(self) -> None:
         """Record for the trainer which engines must have the last version before the run ends."""
         groups = [group for group in self._groups.values() if not group.is_absent and not group.is_leaving]
-        await self.index.put(ENGINES, json.dumps([_shown(group.first) for group in groups if group.kind.elastic]))
-        await self.index.wake(TAKEN)
+        engines = [_shown(group.first) for group in groups if group.kind.elastic]
+        await ENGINES.put(self.index, engines)
 
     async def _start(self) -> None:
         """Let the run be `running` when it can train: of an elastic kind one worker is enough. Wait for the others no longer
@@ -418,11 +429,6 @@ def _shown(worker: Worker) -> str:
     return f"{worker[0]}-{worker[1]}"
 
 
-def _life(worker: Worker) -> str:
-    """Returns the key of the document that names the present process of ``worker``."""
-    return f"life:{_shown(worker)}"
-
-
 def ending(code: int) -> str:
     """Returns in words how a process with this exit code has ended."""
     return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -463,17 +469,17 @@ async def _stop_requested(index: Index) -> None:
         state, _, after = await index.state()
         if state == "stopping":
             return
-        await index.wait("state", after, 10.0)
+        await index.wait(STATE, after, 10.0)
 
 
 async def _last_published(index: Index, steps: int) -> None:
     """Return when the last version is published."""
     while (status := await index.status()).published < steps:
-        await index.wait("version", status.wait, 10.0)
+        await index.wait(VERSION, status.wait, 10.0)
 
 
 async def _forget_former_workers(index: Index, workers: Iterable[Worker]) -> None:
     """Free the rows and the open bytes that ``workers`` of a killed supervisor held."""
     for worker in workers:
-        if name := await index.get(_life(worker)):
+        if name := await PROCESS.get(index, worker=_shown(worker)):
             await index.forget_worker(name)

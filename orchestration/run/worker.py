@@ -20,22 +20,31 @@ from typing import Any
 
 import structlog
 
-from orchestration.elastic.scale import until_leave
 from orchestration.logs import Current, configure
 from orchestration.private_files import keep_from_others
 from orchestration.processes.environment import take
-from orchestration.recipe.flow import DECLARED, declaring, flow_of
+from orchestration.recipe.flow import flow_of
 from orchestration.recipe.planner import slab_bytes
-from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job
+from orchestration.run.documents import (
+    DECLARED,
+    EXIT_FAILED,
+    EXIT_FATAL,
+    EXIT_NOT_STARTED,
+    EXIT_REWIND,
+    LEAVE,
+    REASON,
+    RUN_PATHS,
+    RUN_RECIPE,
+)
 from orchestration.run.dropped import explained
-from orchestration.run.exit_codes import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
 from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.paths import RunPaths
 from orchestration.streams import open_outputs
 from pipeline.columns import ColumnError
 from pipeline.compat.extras import ExtraMissing
+from pipeline.documents.flow import SECRET, STATE
 from pipeline.events import WorkerEvent
 from pipeline.first_of import cancel_all
 from pipeline.index.client import (
@@ -145,19 +154,19 @@ class Worker:
         structlog.contextvars.bind_contextvars(run=self.index.run, stage=self.kind, worker=self.name, version=version)
         dock, beating = None, None
         try:
-            recipe_json, paths_json = await self.index.get("recipe"), await self.index.get("place")
-            if recipe_json is None or paths_json is None:
+            recipe, run_paths = await RUN_RECIPE.get(self.index), await RUN_PATHS.get(self.index)
+            if recipe is None or run_paths is None:
                 raise RuntimeError(
                     f"run {self.index.run!r} is not in this index; give the id and the URL of one that is"
                 )
-            recipe = Recipe.from_json(recipe_json)
             if recipe.launch.launcher != "inline":  # this process is the worker's own
                 keep_from_others(recipe.launch.readers)
-                if recipe.stages:  # their modules are imported in their own processes alone
-                    recipe = declaring(recipe, await self.index.get(DECLARED))
+                # The modules of its own stages are imported in their own processes alone.
+                if recipe.stages and (declared := await DECLARED.get(self.index)):
+                    recipe = recipe.with_declared(declared)
             beating = asyncio.create_task(self._beat(recipe.launch.beat_seconds))
-            paths, warehouse = RunPaths.from_json(paths_json).at_host()
-            secret = (await self.index.get("secret") or "").encode()
+            paths, warehouse = run_paths.at_host()
+            secret = await SECRET.get(self.index) or b""
             dock = Dock(
                 self.index,
                 flow_of(recipe).schema,
@@ -186,7 +195,7 @@ class Worker:
             first = _first(error)
             if not isinstance(first, asyncio.CancelledError):
                 log.error("worker failed", error=repr(first), trace="".join(traceback.format_exception(first)))
-                await self.index.put(f"reason:{self.name}", _in_words(first))
+                await REASON.put(self.index, _in_words(first), name=self.name)
                 raise first from first.__cause__
             raise
         finally:
@@ -259,7 +268,7 @@ class Worker:
                 task.cancel()
 
     async def _leave(self, job: Job) -> None:
-        await until_leave(self.index, self.name, STATE_SECONDS)
+        await LEAVE.wait(self.index, STATE_SECONDS, name=self.name)
         log.info("leaves")
         await job.leave()
 
@@ -271,7 +280,7 @@ class Worker:
             if state in ("stopping", "stopped", "failed", "finished"):
                 await job.stop()
                 return
-            await self.index.wait("state", after, STATE_SECONDS)
+            await self.index.wait(STATE, after, STATE_SECONDS)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -1,7 +1,7 @@
 """What is kept of a run's events when the index gives its stream up.
 
     the index's stream ─▶ Recording ─┬─▶ metrics.jsonl, by steps
-                                     └─▶ RunTotals ─▶ document `totals` of the run, each minute and at the end
+                                     └─▶ RunTotals ─▶ document TOTALS of the run, each minute and at the end
     a minute after the run's end, when both have all of it ─▶ give_up: the stream is empty
 
 A runner records the events of its run as they come. If it was killed, :func:`record_rest` records the remaining events when
@@ -11,45 +11,29 @@ the run is concluded.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from orchestration.events_file import MetricsFile, newest_id
-from orchestration.history.totals import RunTotals
+from orchestration.history.totals import RecordedTotals, RunTotals
+from orchestration.run.documents import TOTALS
 from pipeline.events import Event, order
 from pipeline.index.client import Index
 
-TOTALS = "totals"  # document of a run
-EVERY = 60.0  # seconds between two of its versions
-BEGINNING = "0"
+EVERY = 60.0  # seconds between two versions of TOTALS
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """The ``totals`` of a run up to the event with the id ``after``. ``file``: the last id in its file, which then has all
-    events; "": the file may lack some."""
-
-    totals: RunTotals
-    after: str = BEGINNING
-    file: str = ""
-
-    @classmethod
-    async def of(cls, index: Index) -> Self:
-        text = await index.get(TOTALS)
-        if text is None:
-            return cls(RunTotals())
-        known = json.loads(text)
-        return cls(RunTotals.of(known["totals"]), known["after"], known["file"])
+async def recorded_totals(index: Index) -> RecordedTotals:
+    """The totals that the index has of the run; empty ones where it has none."""
+    return await TOTALS.get(index) or RecordedTotals(RunTotals())
 
 
 class Recording:
     """Writes the events of the run of ``index`` to the file at ``path``, and their totals to the index. ``after``: the id
     after which they are to be given."""
 
-    def __init__(self, index: Index, path: Path, recorded: Recorded) -> None:
+    def __init__(self, index: Index, path: Path, recorded: RecordedTotals) -> None:
         self._index, self._path = index, path
         self._file = MetricsFile(path)
         self._totals, self._after = recorded.totals, recorded.after
@@ -58,7 +42,7 @@ class Recording:
 
     @classmethod
     async def begin(cls, index: Index, path: Path) -> Self:
-        return cls(index, path, await Recorded.of(index))
+        return cls(index, path, await recorded_totals(index))
 
     async def take(self, event: Event) -> None:
         """Raises OSError when the disk takes no more."""
@@ -78,13 +62,12 @@ class Recording:
 
     async def _save(self, file: str) -> None:
         self._saved = time.monotonic()
-        known = {"after": self._after, "file": file, "totals": self._totals.wire()}
-        await self._index.put(TOTALS, json.dumps(known))
+        await TOTALS.put(self._index, RecordedTotals(self._totals, self._after, file))
 
 
 async def record_rest(index: Index, path: Path) -> None:
     """Record what is not yet of the events of a run that has ended. Raises OSError when the disk takes no more."""
-    recorded, (_, newest) = await Recorded.of(index), await index.event_ends()
+    recorded, (_, newest) = await recorded_totals(index), await index.event_ends()
     if recorded.file and order(recorded.after) >= order(newest):
         return
     recording = await Recording.begin(index, path)
@@ -99,7 +82,7 @@ async def record_rest(index: Index, path: Path) -> None:
 async def give_up(index: Index, path: Path) -> bool:
     """Remove the events of an ended run from the index. Returns False, and removes nothing, where the
     file at ``path`` or the totals lack one of them."""
-    recorded, (_, newest) = await Recorded.of(index), await index.event_ends()
+    recorded, (_, newest) = await recorded_totals(index), await index.event_ends()
     if not recorded.file or order(recorded.after) < order(newest):
         return False
     if order(await asyncio.to_thread(newest_id, path)) < order(recorded.file):

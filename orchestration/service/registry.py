@@ -22,6 +22,8 @@ from importlib import resources
 from typing import Any, Literal
 
 from orchestration.recipe.schema import Recipe
+from orchestration.run.documents import CHECKPOINT_ASKED
+from pipeline.documents.kinds import Topic
 from pipeline.events import ENDED
 from pipeline.index.calls import library
 from pipeline.index.client import Index, Link
@@ -31,13 +33,10 @@ Ask = Literal["pause", "resume", "stop", "checkpoint", "scale"]
 LIVE = ("starting", "running", "paused")
 LEASE_SECONDS = 10.0  # for which a runner holds its run; renewed after a third of it
 SETTLE_SECONDS = 10.0  # between the last state of a run and its entry in the list, at most
-CHECKPOINT_ASKED = "checkpoint:asked"  # document of a run: the latest request; done when CHECKPOINT_WRITTEN equals it
-CHECKPOINT_WRITTEN = "checkpoint:written"
-CHECKPOINT_REPORTED = "checkpoint:told"  # document of a run: the newest version with an emitted `checkpoint` event
 LIST_CALLS = 20  # of the index for one page of the list: 250 runs are looked at in each
 Page = tuple[list["RunRecord"], str]
 _LIST = "@runs"  # in keys, in place of a run's id, which cannot begin with @
-_TOPIC = "runs"
+_TOPIC = Topic("runs")
 # request → states in which it is allowed, and the state that follows
 _MOVES: dict[str, tuple[tuple[str, ...], str]] = {
     "pause": (("running",), "paused"),
@@ -74,7 +73,7 @@ async def ask_active(index: Index, what: Ask) -> str:
     if what == "checkpoint":
         state, changed = (await index.state())[0], False
         if state in allowed:
-            await index.put(CHECKPOINT_ASKED, uuid.uuid4().hex)
+            await CHECKPOINT_ASKED.put(index, uuid.uuid4().hex)
             return state
     else:
         not_begun = ("",) if what == "stop" else ()  # an active run without a state yet

@@ -11,7 +11,6 @@ Importing this needs no torch: it runs in the supervisor.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -26,7 +25,8 @@ from orchestration.simulation.costs import Costs
 from orchestration.simulation.forecast import Forecast, forecast, setup_of
 from orchestration.simulation.recorded import NotMeasured, measured_costs
 from pipeline.events import Event, ForecastEvent
-from pipeline.index.client import FORECAST, Index
+from pipeline.index.client import Index
+from stages.weights.documents import FORECAST
 
 log = structlog.get_logger()
 
@@ -118,9 +118,9 @@ async def follow_costs(index: Index, recipe: Recipe, folder: Path) -> None:
     """Forecast the run of ``index``, and decide its staleness bound where its recipe leaves that to the run, without end."""
     if not recipe.runs_stage("update") or not recipe.runs_stage("rollout") or recipe.prompts.responses:
         return  # another program does a part of it, or nothing is generated for training
-    known = json.loads(await index.get(FORECAST) or "{}")
+    known = await FORECAST.get(index)
     begin = recipe.pipeline.staleness_min or recipe.pipeline.staleness
-    live = LiveForecast(recipe, folder, known.get("bound", begin))
+    live = LiveForecast(recipe, folder, known.bound if known else begin)
     window, steps, left, rest, said = list[Event](), 0, 1, 0.0, ""  # the first step waits for the start
     async for event in index.follow((await index.event_ends())[1]):
         if event.kind == "step" and left:
@@ -146,7 +146,7 @@ async def follow_costs(index: Index, recipe: Recipe, folder: Path) -> None:
         if found.bound != found.before:
             await index.set_slack(replace(recipe.staleness_plan, bound=found.bound).slack)
             left = SETTLING
-        await index.put(FORECAST, json.dumps(found.wire()))
+        await FORECAST.put(index, found)
         await index.emit(found)
         if found.reason:
             log.info("forecast", reason=found.reason)

@@ -17,6 +17,7 @@ from typing import Any, Self
 import msgpack
 from redis.exceptions import ResponseError
 
+from pipeline.documents.kinds import Topic
 from pipeline.index.address import redacted
 from pipeline.index.errors import IndexUnreachable, from_reply
 from pipeline.index.link import Link, is_loading
@@ -99,19 +100,19 @@ class Calls:
         finally:
             link.lanes.append(lane)
 
-    async def wake(self, topic: str) -> None:
+    async def wake(self, topic: Topic) -> None:
         """Wake all clients that wait on ``topic``."""
         await self.call("wake", topic=topic)
 
-    async def wait(self, topic: str, after: str, timeout: float) -> bool:
+    async def wait(self, topic: Topic, after: str, timeout: float) -> bool:
         """Block until ``topic`` is woken after position ``after``; False when ``timeout`` seconds pass first."""
         return await self.wait_any({topic: after}, timeout)
 
-    async def wait_any(self, after: Mapping[str, str], timeout: float) -> bool:
+    async def wait_any(self, after: Mapping[Topic, str], timeout: float) -> bool:
         """:meth:`wait` on several topics at once, each from a position of its own."""
         return bool(await self._read({f"wake:{topic}": position for topic, position in after.items()}, timeout, 1))
 
-    async def woken(self, topic: str, after: str, timeout: float) -> str:
+    async def woken(self, topic: Topic, after: str, timeout: float) -> str:
         """Like :meth:`wait`; returns the position of the last wake-up, or ``after`` ("": from the topic's beginning)."""
         found = await self._read({f"wake:{topic}": after or "0"}, timeout, 1)
         return found[0][1][0][0].decode() if found else after

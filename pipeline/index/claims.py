@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.documents.kinds import Topic
 from pipeline.events import LedgerEvent
 from pipeline.index.calls import Calls
 from pipeline.index.errors import TooManyDropped
@@ -114,7 +115,7 @@ class Nothing:
 
     wait: str
     due: float | None
-    topic: str
+    topic: Topic
 
 
 class Claims(Calls):
@@ -149,7 +150,9 @@ class Claims(Calls):
         reply = await self._call_raw("claim", stage=stage, **lessee, **limits)
         if "wait" in reply:
             return Nothing(
-                reply["wait"].decode(), reply["due"] / 1000 if reply["due"] else None, reply["topic"].decode()
+                reply["wait"].decode(),
+                reply["due"] / 1000 if reply["due"] else None,
+                Topic(reply["topic"].decode()),
             )
         return Claim(stage, token, reply, owner)
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
+from pipeline.documents.flow import HEAD_ADDRESS, HeadAddress
 from pipeline.events import RunState, StateEvent
 from pipeline.index.address import redacted
 from pipeline.index.calls import key_prefix
@@ -62,13 +63,6 @@ MAX_STAGES = 16  # the index keeps the stages that have finished a row as bits o
 UNLIMITED = 2**40
 # Environment variable with the index's URL. The URL may hold a password, and command lines are public.
 INDEX_VARIABLE = "ASYNCDOCK_INDEX"
-OWN_ADDRESS = "own-address"  # document of a run: process space of its head, and address of that machine for others
-FORECAST = "forecast"  # document of a run: what its next steps will take, the newest `forecast` event as JSON
-EVALUATED = "evaluated"  # document of a run: the newest evaluated version
-ENGINES = (
-    "engines"  # document of a run: JSON list of the rollout workers that must have the last version before it ends
-)
-TAKEN = "weights"  # topic: an engine has taken the last version, or reported one as damaged, or ENGINES has changed
 
 
 @dataclass(frozen=True)
@@ -218,12 +212,13 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         route = await self.own_address()
         if route and not is_loopback(route):
             return route, ""
-        space, _, address = (await self.get(OWN_ADDRESS) or "").partition(" ")
-        return route, address if space == process_space() else ""
+        head = await HEAD_ADDRESS.get(self)
+        is_here = head is not None and head.space == process_space()
+        return route, head.address if head and is_here else ""
 
     async def put_own_address(self, address: str) -> None:
         """Record ``address`` as the one by which other machines reach this one, which has the run's head."""
-        await self.put(OWN_ADDRESS, f"{process_space()} {address}")
+        await HEAD_ADDRESS.put(self, HeadAddress(process_space(), address))
 
     async def init(
         self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = (), rates: str = ""
@@ -322,19 +317,19 @@ class Index(Claims, Training, Warehouses, ExternalPromptCalls, PassRateCalls, Ke
         """``worker`` is dead: end its leases now, and free the blocks that it holds open."""
         await self.call("forget_worker", worker=worker)
 
-    async def put(self, name: str, value: str) -> None:
-        """Write a small document of the run, such as its recipe."""
-        await self._redis.set(f"{self.prefix}doc:{name}", value)
+    async def write_document(self, name: str, text: str, *, once: bool = False) -> None:
+        """Write a small document of the run, for :class:`pipeline.documents.kinds.Document` alone; ``once``: unless it
+        exists."""
+        await self._redis.set(f"{self.prefix}doc:{name}", text, nx=once)
 
-    async def put_once(self, name: str, value: str) -> str:
-        """Write a document unless it exists; returns its text."""
-        await self._redis.set(f"{self.prefix}doc:{name}", value, nx=True)
-        return await self.get(name) or value
-
-    async def get(self, name: str) -> str | None:
+    async def read_document(self, name: str) -> str | None:
         """The text of a document; None when it does not exist."""
-        found = await self._redis.get(f"{self.prefix}doc:{name}")
-        return None if found is None else found.decode()
+        text = await self._redis.get(f"{self.prefix}doc:{name}")
+        return None if text is None else text.decode()
+
+    async def remove_document(self, name: str) -> None:
+        """Remove a document."""
+        await self._redis.delete(f"{self.prefix}doc:{name}")
 
     async def rewind(
         self, config: RunConfig, counters: Mapping[str, int], remake: Sequence[int] = (), rates: str = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -21,13 +20,13 @@ EVENTS_AT_ONCE = 500
 class Events(Calls):
     """Write and read the run's event stream."""
 
-    async def emit(self, event: EventData, documents: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Append ``event``, with the time of this moment. ``documents`` of the run (see :meth:`Index.put`) that say that it
+    async def emit(self, event: EventData, *documents: tuple[str, str]) -> None:
+        """Append ``event``, with the time of this moment. ``documents`` of the run (:meth:`Document.entry`) that say that it
         was emitted are written in the same transaction: a process that is killed has done both or neither."""
         fields = {"kind": event.kind, **stamped(event)}
         added = [part for field in fields.items() for part in field]
         events = ("XADD", f"{self.prefix}events", "MAXLEN", "~", EVENTS_KEPT, "*", *added)
-        written = [("SET", f"{self.prefix}doc:{name}", value) for name, value in documents.items()]
+        written = [("SET", f"{self.prefix}doc:{name}", value) for name, value in documents]
         await self._link.send_all([("MULTI",), events, *written, ("EXEC",)] if written else [events])
 
     async def continue_events(self, after: str) -> None:
@@ -96,7 +95,7 @@ LOG_SECONDS = 10.0  # a wait on the server for an entry is renewed this often
 
 
 class Logs(Calls):
-    """Write and read logs: streams of entries 0, 1, 2, … ."""
+    """Write and read logs: streams of entries 0, 1, 2, …, for :class:`pipeline.documents.kinds.Log` alone."""
 
     async def append_log(self, log: str, number: int, entry: bytes) -> None:
         """Write entry ``number`` of ``log``. Raises IndexRefused when it was written before."""
@@ -133,16 +132,20 @@ class Logs(Calls):
             pass
         return entry
 
-    async def put_signed(self, key: str, owner: str) -> int:
-        """Add ``owner`` to the set of owners that have signed ``key``; returns how many have."""
-        both = ("SADD", self.prefix + key, owner), ("SCARD", self.prefix + key)
+    async def sign_entry(self, log: str, number: int, owner: str) -> int:
+        """Add ``owner`` to the set of owners that have signed entry ``number`` of ``log``; returns how many have."""
+        signatures = self._signatures(log, number)
+        both = ("SADD", signatures, owner), ("SCARD", signatures)
         *_, (_, count) = await self._link.send_all([("MULTI",), *both, ("EXEC",)])
         return int(count)
 
-    async def trim_log(self, log: str, number: int, key: str) -> None:
-        """Remove entry ``number`` of ``log``, and the set of owners that have signed ``key``."""
+    async def trim_log(self, log: str, number: int) -> None:
+        """Remove entry ``number`` of ``log``, and the set of owners that have signed it."""
         await self._redis.xdel(self.prefix + log, f"{number + 1}-0")
-        await self._redis.delete(self.prefix + key)
+        await self._redis.delete(self._signatures(log, number))
+
+    def _signatures(self, log: str, number: int) -> str:
+        return f"{self.prefix}{log}:done:{number}"
 
 
 def stamped(event: EventData) -> dict[str, Any]:

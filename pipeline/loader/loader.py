@@ -28,12 +28,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import msgpack
 import numpy as np
 import structlog
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from pipeline.columns import Packed, Ragged, Schema
+from pipeline.documents.flow import BATCHES, STATE, WAREHOUSES
+from pipeline.documents.kinds import Log
 from pipeline.index.claims import Claim, Stored, ranges
 from pipeline.index.client import Index, worker_name
 from pipeline.index.errors import IndexRefused, IndexUnreachable, WarehouseGone
@@ -65,7 +66,7 @@ class Batch:
     ragged: Ragged
     fill: float
     held: list[int]  # all rows of the claim, as ranges; more than `row` where several readers share it
-    log: str  # in the index, of the readers that share it; empty when there is one reader
+    log: Log[dict[str, Any]] | None  # of the readers that share it; None when there is one reader
 
     def __len__(self) -> int:
         return len(self.row)
@@ -255,7 +256,7 @@ class _Link(LoopThread):
         """The dock of this process. Waits for a warehouse, so that readers may start before writers."""
         if self._dock is None:
             stream = self.stream
-            if not await self.index.wait("warehouses", "0-0", stream.timeout):
+            if not await self.index.wait(WAREHOUSES, "0-0", stream.timeout):
                 raise WarehouseGone(
                     f"run {stream.run!r} had no warehouse for {stream.timeout:.0f} s; open the flow first (Dock.open)"
                 )
@@ -279,17 +280,17 @@ class _Link(LoopThread):
         return self._dock
 
     async def commit(self, batch: Batch) -> None:
-        if not batch.log or await self._last(batch):
+        if batch.log is None or await self._last(batch, batch.log):
             await self.index.commit(Stored(self.worker, 0), batch.stage, batch.token, batch.held)
-        if not batch.log or not self.stream.first:  # the first reader renews until all are done
+        if batch.log is None or not self.stream.first:  # the first reader renews until all are done
             self.held.discard(batch.token)
 
-    async def _last(self, batch: Batch) -> bool:
+    async def _last(self, batch: Batch, log: Log[dict[str, Any]]) -> bool:
         """Sign that this reader has committed ``batch``; returns whether all have."""
-        signatures = f"{batch.log}:done:{batch.number}"
-        if await self.index.put_signed(signatures, f"{self.stream.replica}/{self.stream.rank}") < self.stream.readers:
+        reader = f"{self.stream.replica}/{self.stream.rank}"
+        if await log.sign(self.index, batch.number, reader) < self.stream.readers:
             return False
-        await self.index.trim_log(batch.log, batch.number, signatures)
+        await log.trim(self.index, batch.number)
         return True
 
     async def _renew(self) -> None:
@@ -344,8 +345,13 @@ class _Reading:
 
     def __init__(self, stream: SampleStream, link: _Link, worker: int, workers: int) -> None:
         self.stream, self.link, self.number, self.workers = stream, link, 0, workers
-        share = "all" if stream.lockstep else str(stream.replica)
-        self.log = f"loader:{stream.stage}:{stream.session}:{stream.iteration}:{share}:{worker}"
+        self.log = BATCHES.at(
+            stage=stream.stage,
+            session=stream.session,
+            iteration=stream.iteration,
+            share="all" if stream.lockstep else stream.replica,
+            reader=worker,
+        )
 
     async def next(self) -> Batch | None:
         stream, dock = self.stream, await self.link.dock()
@@ -355,7 +361,7 @@ class _Reading:
             claim = await self._claim(dock)
             parts = await self._deal(dock, claim) if claim is not None else []
             entry = {"workers": self.workers, "parts": parts, "claim": claim and claim.record()}
-            await self.link.index.append_log(self.log, self.number, msgpack.packb(entry))
+            await self.log.append(self.link.index, self.number, entry)
             own = parts[stream.replica] if parts else None
         else:
             claim, own = await self._read()
@@ -378,7 +384,7 @@ class _Reading:
             ragged=stream.ragged,
             fill=stream.fill,
             held=ranges(claim.row)[0],
-            log=self.log if stream.readers > 1 else "",
+            log=self.log if stream.readers > 1 else None,
         )
         self.number += 1
         return batch
@@ -398,7 +404,7 @@ class _Reading:
             left = deadline - time.monotonic()
             over = left <= 0 or (state in ENDED and await self._drained())
             if not over:
-                await index.wait_any({found.topic: found.wait, "state": position}, min(left, found.due or left))
+                await index.wait_any({found.topic: found.wait, STATE: position}, min(left, found.due or left))
             elif not stream.drop_last:
                 least = 1
 
@@ -434,13 +440,12 @@ class _Reading:
 
     async def _read(self) -> tuple[Claim | None, list[int] | None]:
         stream = self.stream
-        found = await self.link.index.read_log(self.log, self.number, stream.timeout)
-        if found is None:
+        entry = await self.log.read(self.link.index, self.number, stream.timeout)
+        if entry is None:
             raise TimeoutError(
                 f"batch {self.number} of stage {stream.stage!r}: the first reader of session {stream.session!r} has not "
                 f"claimed it within {stream.timeout:.0f} s; is it alive, and in the same session?"
             )
-        entry = msgpack.unpackb(found)
         if entry["workers"] != self.workers:
             raise ValueError(
                 f"num_workers: {self.workers} here and {entry['workers']} at the first reader; readers that share their "

@@ -16,6 +16,7 @@ import structlog
 
 from pipeline.blocks import BlockReader, PackedRows
 from pipeline.columns import ColumnError, Packed, Schema
+from pipeline.documents.flow import SCHEMA
 from pipeline.first_of import cancel_all
 from pipeline.index.client import Index
 from pipeline.index.errors import BlockLost, WarehouseGone
@@ -109,14 +110,14 @@ class WarehouseDirectory:
     async def _agree_on_schema(self) -> None:
         """All workers of a run have one schema, or the longer of two that begin alike."""
         own = self._schema.columns
-        known = Schema.from_json(await self._index.put_once("schema", self._schema.to_json())).columns
+        known = (await SCHEMA.put_once(self._index, self._schema)).columns
         if own[: len(known)] != known[: len(own)]:
             names = [[column.name for column in columns] for columns in (known, own)]
             raise ColumnError(
                 f"schema: run {self._index.run!r} has columns {names[0]}, this worker {names[1]}; give the same"
             )
         if len(own) > len(known):
-            await self._index.put("schema", self._schema.to_json())
+            await SCHEMA.put(self._index, self._schema)
 
     # ── bytes ──
 

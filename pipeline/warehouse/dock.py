@@ -23,6 +23,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from pipeline.blocks import missing_column
 from pipeline.columns import ColumnError, Packed, Schema, in_order
+from pipeline.documents.flow import ROOM, SCHEMA, SECRET
 from pipeline.index.address import redacted
 from pipeline.index.claims import STATES, Claim, Nothing, pack_made, ranges
 from pipeline.index.client import Index, RunConfig, StageSpec
@@ -99,14 +100,14 @@ class Dock:
         and ``tls``. The caller closes its index too. Raises LookupError when the index has no such run."""
         index = Index(url, run, timeout=5.0)
         try:
-            schema, secret = await index.get("schema"), await index.get("secret")
+            schema, secret = await SCHEMA.get(index), await SECRET.get(index)
             if schema is None:
                 raise LookupError(f"run: {run!r} is not in index {redacted(url)}; give the id of a run that is")
         except BaseException:
             await index.close()
             raise
-        options = {"secret": (secret or "").encode(), **options}
-        return cls(index, Schema.from_json(schema), worker="onlooker", directory=Path(), **options)
+        options = {"secret": secret or b"", **options}
+        return cls(index, schema, worker="onlooker", directory=Path(), **options)
 
     # ── warehouses ──
 
@@ -145,7 +146,7 @@ class Dock:
             if pairs:
                 await self.index.move_blocks(self.worker, home.number, pairs)
             else:
-                await self.index.wait("room", left.wait, 5.0)  # other workers still write there, and will stop
+                await self.index.wait(ROOM, left.wait, 5.0)  # other workers still write there, and will stop
         await self.index.lose_warehouse(home.number)
         return moved
 

@@ -22,6 +22,7 @@ from tensordict import TensorDictBase
 
 from pipeline.blocks import pack
 from pipeline.columns import Schema
+from pipeline.documents.flow import ROOM
 from pipeline.index.claims import REF, Stored
 from pipeline.index.client import Index
 from pipeline.index.errors import BlockLost, IndexRefused, NeverFits, WarehouseGone
@@ -193,7 +194,7 @@ class Writer:
                     "give pipeline.arena more, or let checkpoints release rows sooner"
                 )
             with self.on_room():
-                await self._index.wait("room", given.wait, min(left, 5.0))
+                await self._index.wait(ROOM, given.wait, min(left, 5.0))
 
     async def _ask_for_room(self, warehouse: int, nbytes: int, reserve: int) -> Block | Full:
         """Allocate a block. One that is allocated after the caller was cancelled is closed again."""

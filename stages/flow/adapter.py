@@ -10,7 +10,6 @@ its groups      ─▶ process(group) ─▶ columns or Drop ─▶ committed to
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from pipeline.index.client import Claim, Index
 from stages.flow.bounded_call import TimeLimit
 from stages.flow.declarations import Drop, StageDeclaration
 from stages.flow.stage_calls import Result, StageCaller, StageError
+from stages.weights.documents import TIMED_OUT
 
 ROWS_AT_ONCE = 64
 GROUPS_AT_ONCE = 256
@@ -128,11 +128,11 @@ class StageAdapter(Stage):
         took = f"stage {self.name!r} took more than {key} = {self._timeout:g} s for {len(numbers)} rows in process ({place})"
         if self._index is None:
             return StageError(took)
-        document = f"timed-out:{self.name}"
         async with self._noting:
-            before = json.loads(await self._index.get(document) or "[]")
+            before = await TIMED_OUT.get(self._index, stage=self.name) or []
             is_again = bool({*before} & {*numbers})
-            await self._index.put(document, json.dumps([] if is_again else [*before, *numbers][-MOST_NOTED:]))
+            noted = [] if is_again else [*before, *numbers][-MOST_NOTED:]
+            await TIMED_OUT.put(self._index, noted, stage=self.name)
         if is_again:
             return StageError(f"{took}, and so did the call before it; correct it, or raise {key}")
         return StageTimedOut(f"{took}; it is called again")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -84,6 +84,16 @@ class Declared:
 
     stages: tuple[StageDeclaration, ...]
     reads: Columns
+
+    def to_json(self) -> str:
+        stages = [asdict(stage) for stage in self.stages]
+        return json.dumps({"stages": stages, "reads": dict(self.reads)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Declared:
+        known = json.loads(text)
+        stages = tuple(StageDeclaration(**stage) for stage in known["stages"])
+        return cls(stages, known["reads"])
 
 
 def type_problems(key: str, columns: Columns) -> list[Problem]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import structlog
 
+from pipeline.documents.flow import FED, FEED, VERSION
 from pipeline.events import PromptEvent
 from pipeline.index.client import Index
 from stages.prompts.files import PromptError, Row
@@ -93,9 +94,9 @@ class ExternalPrompts:
                         f"prompts: all {self._position} prompts that were put are left out, and no more will come; see the "
                         f"`prompt` events and {self.too_long.path}"
                     )
-                await self.index.wake("version")
+                await self.index.wake(VERSION)
             else:
-                await self.index.wait("fed", found.wait, WAIT_SECONDS)
+                await self.index.wait(FED, found.wait, WAIT_SECONDS)
 
     async def _take(self, prompts: Sequence[str]) -> None:
         lines, rows = [], []
@@ -126,7 +127,7 @@ class ExternalPrompts:
         self._rows += rows
         self._position += len(prompts)
         await self.index.remove_prompts(self._position)
-        await self.index.wake("version")
+        await self.index.wake(VERSION)
 
 
 async def put_prompts(
@@ -159,7 +160,7 @@ async def put_prompts(
                 f"prompts: {WAITING_BYTES >> 20} MiB of them wait, and the run took none over for {timeout:g} s; "
                 "put these again later, at the same position"
             )
-        await index.wait("feed", put.wait, min(left, WAIT_SECONDS))
+        await index.wait(FEED, put.wait, min(left, WAIT_SECONDS))
     return put.next
 
 

@@ -23,13 +23,14 @@ from tensordict import NonTensorStack, TensorDict
 
 from pipeline.events import Answer, EvaluationEvent
 from pipeline.first_of import cancel_all, first_of
-from pipeline.index.client import EVALUATED, Index
+from pipeline.index.client import Index
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams
 from stages.models import Tokenizer
 from stages.prompts.formatter import Prompt
 from stages.prompts.sources import PromptSource
 from stages.rewards.scores import has_failed, mean_of
 from stages.rewards.stage import RewardSet, score_rows
+from stages.weights.documents import EVALUATED
 
 WAIT_SECONDS = 1.0  # room is asked for again this often
 DRAWS_PER_PROMPT = 20  # at most, to find distinct prompts: a small procedural source repeats itself
@@ -155,7 +156,8 @@ def newest_due(version: int, every: int, steps: int) -> int:
 
 async def newest_evaluated(index: Index) -> int:
     """Returns the newest version that was evaluated; -1: none."""
-    return int(await index.get(EVALUATED) or -1)
+    version = await EVALUATED.get(index)
+    return -1 if version is None else version
 
 
 async def evaluate_once(index: Index, evaluator: Evaluator, version: int, due: int, every: int) -> None:
@@ -168,7 +170,7 @@ async def record(index: Index, event: EvaluationEvent, due: int, every: int) -> 
     """Emit ``event``, of the evaluation that was due at version ``due``; its version is not evaluated again."""
     missed = max(0, (due - 1) // every - await newest_evaluated(index) // every)
     event = replace(event, due=None if due == event.version else due, missed=missed)
-    await index.emit(event, {EVALUATED: str(event.version)})
+    await index.emit(event, EVALUATED.entry(event.version))
 
 
 def distinct_prompts(source: PromptSource, count: int) -> list[Prompt]:

@@ -23,14 +23,15 @@ import structlog
 import torch
 
 from pipeline.controller import Controller
+from pipeline.documents.flow import SWAP, VERSION
 from pipeline.events import SyncEvent, WorkerEvent
 from pipeline.first_of import cancel_all
-from pipeline.index.client import TAKEN, Index
+from pipeline.index.client import Index
 from stages.engines.protocols import ReceivingEngine, SwapTimes, WeightMismatch
 from stages.rollout.evaluate import Evaluation, Evaluator, evaluate_once, newest_due, newest_evaluated, record
 from stages.rollout.stage import Rollout
 from stages.threads import run_in_thread
-from stages.weights.documents import damaged, done_with
+from stages.weights.documents import DAMAGED, LAST_TAKEN
 from stages.weights.fault import OTHER, UNDELIVERED, find_fault, raise_alarm, same_logprobs
 from stages.weights.store import (
     Probe,
@@ -136,12 +137,11 @@ class WeightFollower:
             self.stage.held_back = False
             self.controller.wake()
             if self.stage.engine.version >= self.steps:
-                await self.index.put(done_with(self.worker), str(self.steps))
-                await self.index.wake(TAKEN)
+                await LAST_TAKEN.put(self.index, self.steps, worker=self.worker)
                 self.controller.stop()
                 return
             while not await self._take():
-                await self.index.wait("version", self._seen, self._pause)
+                await self.index.wait(VERSION, self._seen, self._pause)
 
     async def _evaluate(self, evaluator: Evaluator) -> bool:
         """Evaluate what is due, or go on with it. Returns whether another version may be due: that of the engine."""
@@ -177,7 +177,7 @@ class WeightFollower:
     async def _newer(self, version: int) -> int:
         """Wait until a newer version than ``version`` is published, and return it."""
         while (published := await self.index.published_weights()).version <= version:
-            await self.index.wait("version", published.wait, WAIT_SECONDS)
+            await self.index.wait(VERSION, published.wait, WAIT_SECONDS)
         return published.version
 
     async def _take(self) -> bool:
@@ -189,7 +189,7 @@ class WeightFollower:
         published = Published.from_record(newest.record)
         began = time.monotonic()
         reported = published.version == self._reported and began < self._till
-        if reported and await self.index.get(damaged(published.version)):
+        if reported and await DAMAGED.get(self.index, version=published.version):
             self._pause = self._till - began
             return False
         try:
@@ -241,8 +241,7 @@ class WeightFollower:
         if isinstance(refused, WeightsDamaged) and self._failed[version] == 2:
             self._reported, self._pause = version, self.policy.timeout
             self._till = time.monotonic() + self._pause
-            await self.index.put(damaged(version), self.worker)
-            await self.index.wake(TAKEN)
+            await DAMAGED.put(self.index, self.worker, version=version)
 
     async def _read(self, published: Published) -> Mapping[str, torch.Tensor]:
         """Read a copy, in a thread that does not keep the worker from ending."""
@@ -273,7 +272,7 @@ class WeightFollower:
         process = self.controller.dock.worker  # whose turn ends with it
         lease = 9 * self.policy.timeout  # loading, probing, going back and going on, each with its undoing
         while not (turn := await self.index.take_swap_turn(process, most=self.policy.at_once, lease=lease)).granted:
-            await self.index.wait("swap", turn.wait, turn.due)
+            await self.index.wait(SWAP, turn.wait, turn.due)
         try:
             yield
         finally:

@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from pipeline.documents.flow import VERSION
 from pipeline.first_of import first_of
 from pipeline.index.client import Index
 from stages.resharding.swap import State
@@ -160,7 +161,7 @@ class Turn(DeviceLease):
 
     async def _wait(self, position: str | None = None) -> bool:
         """Wait until something has changed here, or on the gate's topic after ``position``; False after ``WAIT_SECONDS``."""
-        gate = () if position is None else (self.index.wait("version", position, WAIT_SECONDS),)
+        gate = () if position is None else (self.index.wait(VERSION, position, WAIT_SECONDS),)
         return any(await first_of(self._changed.wait(), *gate, timeout=WAIT_SECONDS))
 
     async def _to_generate(self) -> tuple[bool, str]:

@@ -22,7 +22,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgpack
 import torch
 from tensordict import TensorDictBase
 
@@ -34,6 +33,7 @@ from stages.engines.protocols import UndoableEngine
 from stages.engines.strategies import Ranks
 from stages.flow.catalogue import TOKEN_STALENESS
 from stages.training.ranks import RankGroup, RankWorker, train_batch
+from stages.weights.documents import CRITIC_ANSWERS, CRITIC_ORDERS, CRITIC_SAVED
 
 
 class CriticEngine(UndoableEngine, Protocol):
@@ -48,41 +48,39 @@ class CriticOrders:
     """The logs of orders and answers. ``life`` names them; it is another one after each restart."""
 
     def __init__(self, index: Index, life: str) -> None:
-        self.index, self._log, self._number, self._saves = index, f"critic:{life}", 0, 0
+        self.index, self._number, self._saves = index, 0, 0
+        self._orders = CRITIC_ORDERS.at(life=life)
+        self._answers = CRITIC_ANSWERS.at(life=life)
+        self._saved = CRITIC_SAVED.at(life=life)
 
     async def send(self, do: str, **what: Any) -> dict[str, Any]:
         """Order ``do``, and return the critic's answer."""
         number, self._number = self._number, self._number + 1
-        await self.index.append_log(self._log, number, msgpack.packb({"do": do, **what}))
-        answer: dict[str, Any] = msgpack.unpackb(await self.index.next_entry(self._answers, number))
-        for name in (self._log, self._answers):
-            await self.index.trim_log(name, number, f"{name}:heard")
+        await self._orders.append(self.index, number, {"do": do, **what})
+        answer = await self._answers.next(self.index, number)
+        for log in (self._orders, self._answers):
+            await log.trim(self.index, number)
         return answer
 
     async def until_saved(self) -> None:
         """Return when the checkpoint that was ordered next is written."""
         number, self._saves = self._saves, self._saves + 1
-        await self.index.next_entry(f"{self._log}:saved", number)
+        await self._saved.next(self.index, number)
 
     # ── of the critic ──
 
     async def receive(self) -> dict[str, Any]:
         """Wait for the next order, and return it."""
-        order: dict[str, Any] = msgpack.unpackb(await self.index.next_entry(self._log, self._number))
-        return order
+        return await self._orders.next(self.index, self._number)
 
     async def answer(self, **what: Any) -> None:
         """Answer the order that was received last."""
-        await self.index.append_log(self._answers, self._number, msgpack.packb(what))
+        await self._answers.append(self.index, self._number, what)
         self._number += 1
 
     async def report_saved(self) -> None:
-        await self.index.append_log(f"{self._log}:saved", self._saves, b"")
+        await self._saved.append(self.index, self._saves, None)
         self._saves += 1
-
-    @property
-    def _answers(self) -> str:
-        return f"{self._log}:answers"
 
 
 class CriticWorker:

@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-import msgpack
 import numpy as np
 import structlog
 import torch
@@ -35,6 +34,7 @@ from stages.engines.protocols import TrainEngine, UndoableEngine
 from stages.engines.strategies import Ranks
 from stages.flow.catalogue import AGE, MASK, STALENESS, TOKEN_STALENESS, VERSIONS
 from stages.training.device_lease import DeviceLease
+from stages.weights.documents import RANK_ORDERS, RANK_PARTS
 from stages.weights.store import Published, Publisher, joined, probed
 
 log = structlog.get_logger()
@@ -45,7 +45,8 @@ class RankGroup:
 
     def __init__(self, index: Index, ranks: Ranks, life: str = "") -> None:
         self.index, self.ranks = index, ranks
-        self._log, self._number = f"ranks:{life}", 0
+        self._life, self._number = life, 0
+        self._orders = RANK_ORDERS.at(life=life)
         self._sent: list[int] = []  # entries of the log
         self._heard = False  # all ranks have surely read all of them
         self._parts = 0  # versions of which the ranks have published their parts
@@ -55,10 +56,10 @@ class RankGroup:
         order when it sends the next one."""
         if self.ranks.world == 1:
             return
-        await self.index.append_log(self._log, self._number, msgpack.packb({"do": do, **what}))
+        await self._orders.append(self.index, self._number, {"do": do, **what})
         if self._heard:
             for number in self._sent:
-                await self.index.trim_log(self._log, number, f"{self._log}:heard")
+                await self._orders.trim(self.index, number)
             self._sent = []
         self._sent.append(self._number)
         self._heard = together
@@ -66,23 +67,24 @@ class RankGroup:
 
     async def receive(self) -> dict[str, Any]:
         """Wait for the next order, and return it."""
-        order = await self.index.next_entry(self._log, self._number)
+        order = await self._orders.next(self.index, self._number)
         self._number += 1
-        return msgpack.unpackb(order)
+        return order
 
     async def send_part(self, part: Published) -> None:
         """Give rank 0 the record of what this rank has published of a version."""
-        await self.index.append_log(f"{self._log}:{self.ranks.rank}", self._parts, msgpack.packb(part.record()))
+        log = RANK_PARTS.at(life=self._life, rank=self.ranks.rank)
+        await log.append(self.index, self._parts, part.record())
         self._parts += 1
 
     async def join_parts(self, own: Published) -> Published:
         """Wait, on rank 0, until all other ranks have published their part of a version, and return its whole record."""
         parts = [own]
         for rank in range(1, self.ranks.world):
-            log = f"{self._log}:{rank}"
-            record = await self.index.next_entry(log, self._parts)
-            await self.index.trim_log(log, self._parts, f"{log}:read")
-            parts.append(Published.from_record(msgpack.unpackb(record)))
+            log = RANK_PARTS.at(life=self._life, rank=rank)
+            record = await log.next(self.index, self._parts)
+            await log.trim(self.index, self._parts)
+            parts.append(Published.from_record(record))
         self._parts += 1
         return joined(parts)
 

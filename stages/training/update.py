@@ -16,7 +16,6 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import cast
 
 import structlog
@@ -25,9 +24,10 @@ import xxhash
 from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
-from pipeline.events import StepEvent, SyncEvent
+from pipeline.documents.flow import VERSION
+from pipeline.events import ForecastEvent, StepEvent, SyncEvent
 from pipeline.first_of import cancel_all, first_of
-from pipeline.index.client import ENGINES, FORECAST, TAKEN, BoundBroken, Claim
+from pipeline.index.client import BoundBroken, Claim
 from pipeline.spans import Spans
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
@@ -42,7 +42,7 @@ from stages.training.critic import CriticOrders
 from stages.training.device_lease import DeviceLease
 from stages.training.ranks import RankGroup
 from stages.training.skipped import SkippedSteps
-from stages.weights.documents import damaged, done_with
+from stages.weights.documents import DAMAGED, ENGINES, FORECAST, LAST_TAKEN, TAKEN
 from stages.weights.store import Probe, Published, Publisher, WeightsDamaged, probed
 
 log = structlog.get_logger()
@@ -120,12 +120,12 @@ class Update(Stage):
                 raise SamplesGone(str(gone)) from gone
             log.info("step replayed", step=self.trained)
             self.trained += 1
-        was_damaged = bool(await self.dock.index.get(damaged(self.trained)))
+        was_damaged = await DAMAGED.get(self.dock.index, version=self.trained) is not None
         if status.published < self.trained or was_damaged or not await self._reachable():
             await self.publish()
         if was_damaged:
-            await self.dock.index.put(damaged(self.trained), "")
-            await self.dock.index.wake("version")
+            await DAMAGED.remove(self.dock.index, version=self.trained)
+            await self.dock.index.wake(VERSION)
         if self.trained > began:
             await self._end_step()  # who made the last of these steps may not have come to it
         if self.trained >= self.steps:
@@ -142,8 +142,7 @@ class Update(Stage):
             if "truncated" in rows:
                 metrics = {**metrics, "truncated": float(rows["truncated"].float().mean())}
             metrics = {**metrics, **variety(claim, rows)}
-            ledger, found = await asyncio.gather(self.dock.index.ledger(), self.dock.index.get(FORECAST))
-            forecast = json.loads(found or "{}")
+            ledger, forecast = await asyncio.gather(self.dock.index.ledger(), FORECAST.get(self.dock.index))
             now = time.monotonic()
             spent = (now - self._since, seconds)
             scored = {name: rows[name] for name in REWARDS if name in rows}
@@ -281,7 +280,7 @@ class Update(Stage):
         position, index = "", self.dock.index
         while not self._over.is_set() or (self.trained >= self.steps and not await self._all_taken(engines)):
             async with self._stepping:
-                if reported_by := await index.get(damaged(self.trained)):
+                if reported_by := await DAMAGED.get(index, version=self.trained):
                     raise WeightsDamaged(
                         f"weights of version {self.trained}: {reported_by} has found them damaged; the trainer starts again "
                         "and publishes them again"
@@ -292,8 +291,11 @@ class Update(Stage):
 
     async def _all_taken(self, engines: Sequence[str]) -> bool:
         index = self.dock.index
-        now = json.loads(await index.get(ENGINES) or "null")
-        return all([await index.get(done_with(each)) == str(self.steps) for each in (engines if now is None else now)])
+        recorded = await ENGINES.get(index)
+        if recorded is not None:
+            engines = recorded
+        taken = [await LAST_TAKEN.get(index, worker=each) for each in engines]
+        return all(version == self.steps for version in taken)
 
 
 def probe_rows(before: Sequence[list[int]], batch: TensorDict, tokens: int) -> list[list[int]]:
@@ -355,7 +357,7 @@ def step_event(
     ledger: Mapping[str, int],
     seconds: tuple[float, float],
     skipped: str = "",
-    forecast: Mapping[str, float] = MappingProxyType({}),
+    forecast: ForecastEvent | None = None,
 ) -> StepEvent:
     """The event of a step on the rows of ``claim``. ``metrics`` are what the engine measured, ``ledger`` the counts before
     the step, ``seconds`` those since the last step and those of training. Of ``columns`` ``reward`` and ``scores``
@@ -387,8 +389,8 @@ def step_event(
         seconds=seconds[0],
         train_seconds=seconds[1],
         train_cpu_share=measured.pop("train_cpu_share", None),
-        predicted_seconds=forecast.get("step_seconds"),
-        predicted_staleness=forecast.get("staleness_mean"),
+        predicted_seconds=forecast.step_seconds if forecast else None,
+        predicted_staleness=forecast.staleness_mean if forecast else None,
         skipped=skipped,
         metrics=measured,
     )

@@ -14,6 +14,7 @@ import torch
 from pipeline.events import AlarmEvent
 from pipeline.index.client import Index
 from stages.engines.protocols import RolloutEngine
+from stages.weights.documents import ALARM
 from stages.weights.store import Gap, Probe, ProbeFailed, gap, scored
 
 METRIC = "probe"  # of the alarm
@@ -78,8 +79,8 @@ def same_logprobs(one: Sequence[torch.Tensor] | None, other: Sequence[torch.Tens
 
 async def raise_alarm(index: Index, worker: str, version: int, failed: ProbeFailed, look: str) -> None:
     """Emit the alarm of a refused probe of ``version``: once, however often ``worker`` tries it, also after a restart."""
-    key = f"alarm:{METRIC}:{worker}"
-    if await index.get(key) == str(version):
+    of = {"metric": METRIC, "worker": worker}
+    if await ALARM.get(index, **of) == version:
         return
     alarm = AlarmEvent(
         metric=METRIC,
@@ -90,4 +91,4 @@ async def raise_alarm(index: Index, worker: str, version: int, failed: ProbeFail
         look=look,
         worker=worker,
     )
-    await index.emit(alarm, {key: str(version)})
+    await index.emit(alarm, ALARM.entry(version, **of))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pipeline.columns import Column, Schema
+from pipeline.documents.flow import VERSION
 from pipeline.index.client import Claim, Index, RunConfig, StageSpec
 from pipeline.pacing import Pacer
 from pipeline.staleness import StalenessPlan
@@ -175,10 +176,10 @@ async def test_prompts_from_outside_enter_as_they_come(dock: Dock, tmp_path: Pat
     async with running(gate_of(dock, source)):
         await until(lambda admitted: admitted == 1, dock)
         source.count = 3
-        await dock.index.wake("version")
+        await dock.index.wake(VERSION)
         await until(lambda admitted: admitted == 3, dock)
         source.count = None  # the last one was put: from now on they are repeated
-        await dock.index.wake("version")
+        await dock.index.wake(VERSION)
         await until(lambda admitted: admitted == 4, dock)
     assert source.asked == [0, 1, 2, 3]  # type: ignore[attr-defined]
 
@@ -187,7 +188,7 @@ async def test_a_paused_gate_admits_nothing_and_stops_at_once(dock: Dock) -> Non
     gate = gate_of(dock)
     gate.paused = True
     async with running(gate):
-        await dock.index.wake("version")
+        await dock.index.wake(VERSION)
     assert (await dock.index.status()).admitted == 0
 
 

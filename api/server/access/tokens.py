@@ -25,6 +25,7 @@ from typing import Any, Literal
 from redis.exceptions import RedisError
 
 from orchestration.service.own_services import read_authorization, write_authorization
+from pipeline.documents.kinds import Topic
 from pipeline.index.address import redacted
 from pipeline.index.client import Index, IndexUnreachable, Link
 
@@ -35,6 +36,7 @@ SERVICE = "service"  # in keys, in place of a run's id
 KEY = "asyncdock:{service}:tokens"
 REVOKED = "asyncdock:{service}:tokens:revoked"  # a set of IDs
 CHANGES = "asyncdock:{service}:wake:tokens"  # a stream of one entry, written by each change
+_CHANGED = Topic("tokens")  # that stream, as a topic
 _FORM = re.compile(r"adock_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _SECONDS = 5.0
 
@@ -143,7 +145,7 @@ class Tokens:
     async def changed(self, after: str, timeout: float) -> str:
         """Wait until a token was created or revoked since the marker ``after`` ("": the beginning), at most ``timeout``
         seconds. Returns the new marker."""
-        return await self._index.woken("tokens", after, timeout)
+        return await self._index.woken(_CHANGED, after, timeout)
 
     async def list(self) -> list[Token]:
         """Return all tokens that were not revoked, also expired ones, oldest first."""

@@ -48,10 +48,11 @@ from orchestration.elastic.scale import overrides_of, request_scale
 from orchestration.guard.waiting import waiting_chain
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
+from orchestration.run.documents import CHECKPOINT_REPORTED, RUN_FLOW
 from orchestration.run.lock import RunError
 from orchestration.run.storage import recorded
 from orchestration.run.storage.recorded import store_url
-from orchestration.service.registry import CHECKPOINT_REPORTED, RunRecord
+from orchestration.service.registry import RunRecord
 from pipeline.events import ENDED
 from pipeline.index.claims import DROPPED
 from pipeline.index.client import IndexRefused
@@ -143,7 +144,7 @@ async def resume_run(service: Service, request: web.Request, path: RunPath, body
     await _refuse_full_queue(service)
     if body.start_version is not None:
         await asyncio.to_thread(_set_newer_aside, service.folder(record), recipe, body.start_version)
-        await service.index(record.id).put(CHECKPOINT_REPORTED, str(body.start_version))
+        await CHECKPOINT_REPORTED.put(service.index(record.id), body.start_version)
     return await _view(service, await service.registry.reopen(record, recipe))
 
 
@@ -221,7 +222,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
     index = service.index((await service.registry.get(path.run)).id)
     try:
         stats, config, ledger, flow = await asyncio.gather(
-            index.stats(), index.config(), index.ledger_event(), index.get("flow")
+            index.stats(), index.config(), index.ledger_event(), RUN_FLOW.get(index)
         )
     except IndexRefused:  # the run has not started
         gate = Gate(admitted=0, allowed=0, open=0)
@@ -250,7 +251,7 @@ async def get_stages(service: Service, path: RunPath) -> StagesView:
         hosts=list(_hosts(status)),
         published=stats["published"],
         trained=stats["trained"],
-        flow=json.loads(flow or "{}"),
+        flow=flow or {},
         alarms=[AlarmView(time=time, **dataclasses.asdict(alarm)) for time, alarm in status.totals.alarms],
         gate=Gate(admitted=stats["admitted"], allowed=stats["gate"], open=stats["open"]),
         epochs=status.totals.epochs,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
+from orchestration.run.documents import RANKS
 from orchestration.run.engines import critic_engine
 from stages.algorithms import NamedAlgorithm
 from stages.engines.strategies import Ranks
@@ -29,8 +30,8 @@ class CriticJob(Job):
         assert training is not None, "such a worker is started for algorithms with a critic alone"
         named = NamedAlgorithm(f"{algorithm.name}'s critic", training)
         ranks = Ranks.of(self.number, recipe.critic)
-        life = await self.index.get("ranks:update") or ""  # put there by the supervisor
-        rank_group = RankGroup(self.index, ranks, f"critic:{life}")
+        life = await RANKS.get(self.index, kind="update") or ""
+        rank_group = RankGroup(self.index, ranks, f"{life}:critic")
         meeting = await self.meet(rank_group) if ranks.world > 1 else None
         engine = await asyncio.to_thread(critic_engine, recipe, ranks if meeting else None, meeting)
         self.resources.callback(engine.close)

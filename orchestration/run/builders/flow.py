@@ -12,10 +12,11 @@ from orchestration.recipe.flow import credit_truncated, flow_of
 from orchestration.recipe.planner import prompt_limits
 from orchestration.rewards.pool import scored_by
 from orchestration.run.builders.job import Job, Work
+from orchestration.run.documents import EXTERNAL_TERMS
 from orchestration.run.engines import terms_of
+from pipeline.documents.flow import VERSION
 from pipeline.pacing import Pacer
 from stages.difficulty import Difficulty
-from stages.external_checks import TERMS
 from stages.flow.catalogue import CREDIT, MASK
 from stages.gate import Gate
 from stages.prompts.external import ExternalPrompts
@@ -47,7 +48,7 @@ class FlowJob(Job):
                 raise ValueError(f"pipeline.{refused}") from refused
             log.info("warehouse served to other nodes", host=host, port=port, tls=bool(recipe.pipeline.tls_certificate))
         if recipe.external.stages:
-            await self.index.put(TERMS, terms_of(recipe, self.tokenizer).to_json())
+            await EXTERNAL_TERMS.put(self.index, terms_of(recipe, self.tokenizer))
         prompts, by_difficulty = await self._prompts(), recipe.prompts.sampling == "difficulty"
         self._gate = Gate(
             self.dock,
@@ -96,7 +97,7 @@ class FlowJob(Job):
     async def set_paused(self, is_paused: bool) -> None:
         await super().set_paused(is_paused)
         self._gate.paused = is_paused
-        await self.index.wake("version")
+        await self.index.wake(VERSION)
 
     async def stop(self) -> None:
         await self._gate.stop()

@@ -21,9 +21,9 @@ from orchestration.recipe.schema import Recipe
 from orchestration.rewards.pool import reward_pool, reward_set
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint
+from orchestration.run.documents import CHECKPOINT_REPORTED
 from orchestration.run.engines import sampling_of, sync_addresses, tokenizer_of
 from orchestration.run.paths import RunPaths
-from orchestration.service.registry import CHECKPOINT_REPORTED
 from pipeline.controller import Controller, Stage
 from pipeline.index.client import Index
 from pipeline.node import LOOPBACK
@@ -120,7 +120,7 @@ class Job:
     async def newest_checkpoint(self, *parts: str) -> Checkpoint | None:
         """The run's newest checkpoint, with ``parts`` on this node at least; None where the run has none. Raises
         CheckpointMissing where neither this node nor ``checkpoint.url`` has it."""
-        reported, paths = int(await self.index.get(CHECKPOINT_REPORTED) or 0), self.paths
+        reported, paths = await CHECKPOINT_REPORTED.get(self.index) or 0, self.paths
         return await asyncio.to_thread(checkpoint.latest_of_run, paths.checkpoints, reported, paths.url, parts)
 
     async def meet(self, rank_group: RankGroup) -> Store:

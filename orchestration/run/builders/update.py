@@ -19,9 +19,9 @@ from orchestration.recipe.planner import share_of_trained
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import Checkpoint
+from orchestration.run.documents import CHECKPOINT_ASKED, CHECKPOINT_REPORTED, CHECKPOINT_WRITTEN, RANKS
 from orchestration.run.engines import probe_tokens, train_engine, weight_publisher
 from orchestration.run.storage.store import CheckpointStore, StoreRefused
-from orchestration.service.registry import CHECKPOINT_ASKED, CHECKPOINT_REPORTED, CHECKPOINT_WRITTEN
 from pipeline.controller import Controller
 from pipeline.events import CheckpointEvent
 from pipeline.spans import Spans
@@ -84,7 +84,7 @@ class UpdateJob(Job):
         """Make this rank's engine, with the newest checkpoint in it."""
         recipe = self.recipe
         self.ranks = Ranks.of(self.number, recipe.train)
-        life = await self.index.get(f"ranks:{self.kind}") or ""  # of a group, put there by the supervisor
+        life = await RANKS.get(self.index, kind=self.kind) or ""  # of a group of several
         if recipe.trains_critic and not self.ranks.rank:
             self.critic = CriticOrders(self.index, life)
         self.rank_group = RankGroup(self.index, self.ranks, life)
@@ -120,7 +120,7 @@ class UpdateJob(Job):
         """Make the update stage, and replay the steps that were recorded since the newest checkpoint."""
         recipe, found, self._spans = self.recipe, self.checkpoint, Spans()
         if found is not None and found.path != self.paths.start:
-            if found.version > int(await self.index.get(CHECKPOINT_REPORTED) or 0):
+            if found.version > (await CHECKPOINT_REPORTED.get(self.index) or 0):
                 await self._push(found)
                 await self._report(found)  # its writer was killed before it could emit the event
             await self.index.release_steps(found.version)
@@ -172,8 +172,8 @@ class UpdateJob(Job):
         last step, wait for it."""
         if self._saving.done():
             self._saving.result()  # raises why the last one was not written
-        request = await self.index.get(CHECKPOINT_ASKED) or ""
-        if request in (self._answered, await self.index.get(CHECKPOINT_WRITTEN)):
+        request = await CHECKPOINT_ASKED.get(self.index) or ""
+        if request in (self._answered, await CHECKPOINT_WRITTEN.get(self.index)):
             request = ""
         last, every = version >= self.recipe.train.steps, self.recipe.checkpoint.every
         due = bool(request) or version // every > self._saved // every
@@ -255,5 +255,7 @@ class UpdateJob(Job):
             exposed_seconds=exposed,
             seconds=seconds,
         )
-        answered = {CHECKPOINT_WRITTEN: request} if request else {}
-        await self.index.emit(event, {CHECKPOINT_REPORTED: str(written.version), **answered})
+        documents = [CHECKPOINT_REPORTED.entry(written.version)]
+        if request:
+            documents.append(CHECKPOINT_WRITTEN.entry(request))
+        await self.index.emit(event, *documents)

@@ -21,13 +21,15 @@ from orchestration.events_file import METRICS, newest_checkpoint
 from orchestration.recipe.schema import Recipe
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import Checkpoint, CheckpointUnusable
+from orchestration.run.documents import CHECKPOINT_REPORTED
 from orchestration.run.lock import RunError
 from orchestration.run.paths import FIRST_ID
 from orchestration.run.storage.store import CheckpointStore
 
 INDEX = "index"  # in the run's folder: the folder of the embedded index
 SUMMARY = "summary.json"
-_REPORTED = re.compile(rb"checkpoint:told\r\n\$\d+\r\n(\d+)\r\n")  # as the append-only file has a document
+# As the append-only file has the document.
+_REPORTED = re.compile(CHECKPOINT_REPORTED.key.encode() + rb"\r\n\$\d+\r\n(\d+)\r\n")
 
 log = structlog.get_logger()
 

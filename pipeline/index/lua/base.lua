@@ -45,6 +45,9 @@
 --   warehouses        number → {name, node, path, host, port, bytes, leaving, seen}   names   name → number
 --   bysize:W, byaddr:W   free extents of warehouse W: offset scored by size and by address (best fit, coalesced)
 --   alive             worker → {ms of its last sign of life, its stages, its policy version, whether it is ready}
+--   state             the run's state, and the reason of it
+--   events            the run's events, a stream
+--   doc:NAME          documents of the run, and orders, ranks:…, critic:…, loader:… its logs: docs/run-documents.md
 --   swapping          workers that swap their weights now, scored by deadline in ms
 --   wake:TOPIC        a stream of one entry, read with BLOCK. Topics: a stage's name, alone or with `:HOME`; `room`, `version`,
 --                     `state`, `swap`, `warehouses` (one has joined), `fed` (prompts were put), `feed` (prompts were removed)

@@ -18,6 +18,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from api.server.access.tokens import Tokens
+from orchestration.run.documents import RUN_PATHS, RUN_RECIPE
 from orchestration.run.paths import RunPaths
 from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex
@@ -43,8 +44,8 @@ async def test_a_run_is_deployed_on_ray_serve(cluster: str, tmp_path: Path) -> N
         index, paths, made = Index(server.url, "deployed"), RunPaths(tmp_path, tmp_path / "shm", None), recipe(TINY)
         trainer, tokens = Trainer(index, paths, made), Tokens(server.url)
         await index.init(RunConfig(()), {})
-        await index.put("recipe", made.to_json())
-        await index.put("place", paths.to_json())
+        await RUN_RECIPE.put(index, made)
+        await RUN_PATHS.put(index, paths)
         await index.transition(["", "created"], "running")
         texts = {scope: (await tokens.create(scope, scope))[1] for scope in ("read", "run")}
         await tokens.close()

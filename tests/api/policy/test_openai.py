@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from orchestration.recipe.schema import Recipe
+from orchestration.run.documents import RUN_PATHS, RUN_RECIPE
 from orchestration.run.paths import RunPaths
 from orchestration.service.index_server import FILE
 from orchestration.service.registry import Registry
+from pipeline.documents.flow import VERSION
 from pipeline.index.client import Index, RunConfig
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.torch.rollout import TorchRolloutEngine
@@ -62,7 +64,7 @@ class Trainer:
         published = WeightStore(self.paths.shared).publish(self.version, self.model(self.version).named_parameters())
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)  # steps are not the matter here
         await self.index.publish_weights(self.version, published.record())
-        await self.index.wake("version")
+        await self.index.wake(VERSION)
         return self.version
 
     def checkpoint(self, version: int) -> Path:
@@ -111,8 +113,8 @@ def begun(served: Served, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         record, _ = await registry.submit(made)
         index = Index(registry.link, record.id)
         await index.init(RunConfig(()), {})
-        await index.put("recipe", made.to_json())
-        await index.put("place", paths.to_json())
+        await RUN_RECIPE.put(index, made)
+        await RUN_PATHS.put(index, paths)
         await index.transition(["", "created"], "running")
         await registry.close()
         return record.id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,9 +12,11 @@ from hypothesis import strategies as st
 
 from orchestration.elastic.budget import RestartBudget
 from orchestration.recipe.flow import flow_of
-from orchestration.run.exit_codes import EXIT_NOT_STARTED
+from orchestration.run.documents import EXIT_NOT_STARTED
 from orchestration.run.supervisor import Supervisor
-from pipeline.index.client import ENGINES, Index
+from pipeline.documents.flow import STATE
+from pipeline.index.client import Index
+from stages.weights.documents import ENGINES
 from tests.orchestration.run.test_ranks import ScriptedLauncher
 from tests.orchestration.runs import TINY, recipe
 
@@ -77,15 +78,15 @@ async def test_each_worker_has_a_budget_of_its_own(supervised: Any) -> None:
 async def test_a_rollout_without_restarts_left_waits_for_one_while_another_works(supervised: Any, index: Index) -> None:
     _, launcher, work = supervised
     lives = await launcher.next(4)
-    assert json.loads(await index.get(ENGINES) or "") == ["rollout-0", "rollout-1"]
+    assert await ENGINES.get(index) == ["rollout-0", "rollout-1"]
     lives["rollout-1"].code.set_result(1)
     (await launcher.next(1))["rollout-1"].code.set_result(EXIT_NOT_STARTED)
     await absent(index)
-    assert json.loads(await index.get(ENGINES) or "") == ["rollout-0"], "the trainer does not wait for it"
+    assert await ENGINES.get(index) == ["rollout-0"], "the trainer does not wait for it"
     assert not work.done()
     again = await launcher.next(1)
     assert list(again) == ["rollout-1"], "restarted when the window had passed"
-    assert json.loads(await index.get(ENGINES) or "") == ["rollout-0", "rollout-1"]
+    assert await ENGINES.get(index) == ["rollout-0", "rollout-1"]
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -137,7 +138,7 @@ async def test_a_run_begins_without_a_late_rollout_where_another_is_ready(
     work = asyncio.create_task(Supervisor(index, ScriptedLauncher(index, late), of, begins=0).run(asyncio.Event()))
     async with asyncio.timeout(20):
         while (found := await index.state())[0] in ("created", "starting"):
-            await index.wait("state", found[2], 1.0)
+            await index.wait(STATE, found[2], 1.0)
     assert found[0] == state
     if state == "failed":
         assert (await work).reason == f"{late} not ready within launch.startup_timeout = 0 s; see the logs"

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 
-from orchestration.elastic.scale import SCALE, request_leave, request_scale, scaled, until_leave
+from orchestration.elastic.scale import request_scale, scaled
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run import hosts
 from orchestration.run.builders.rollout import RolloutJob
+from orchestration.run.documents import EXIT, HEAD, LEAVE, ORDERS, RUN_PATHS, RUN_RECIPE, SCALE, Order
 from orchestration.run.kinds import remote_workers
-from orchestration.run.launchers import HEAD, ORDERS, beat
+from orchestration.run.launchers import beat
 from orchestration.run.paths import RunPaths
 from orchestration.run.run import Run
 from orchestration.run.supervisor import Supervisor
 from orchestration.service.registry import WrongState
-from pipeline.index.client import ENGINES, Index, RunConfig
+from pipeline.documents.flow import SECRET, WAREHOUSES
+from pipeline.index.client import Index, RunConfig
 from pipeline.warehouse.dock import Dock
 from stages.engines.mock.engines import MockRolloutEngine
+from stages.weights.documents import ENGINES
 from tests.orchestration.run.test_hosts import REMOTE
 from tests.orchestration.run.test_partial_rollout import LONG_TAILED
 from tests.orchestration.run.test_ranks import ScriptedLauncher, ScriptedLife
@@ -115,7 +116,7 @@ async def test_the_number_of_a_run_that_is_taken_over_stays(index: Index) -> Non
     """The next supervisor of the index launches the workers that were asked for."""
     of = recipe(TINY)
     await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
-    await index.put("recipe", of.to_json())
+    await RUN_RECIPE.put(index, of)
     await index.transition([""], "running")
     await request_scale(index, 2)
     launcher = ScriptedLauncher(index)
@@ -123,7 +124,7 @@ async def test_the_number_of_a_run_that_is_taken_over_stays(index: Index) -> Non
     work = asyncio.create_task(supervisor.run(asyncio.Event()))
     lives = await launcher.next(4)
     assert sorted(lives) == ["flow-0", "rollout-0", "rollout-1", "update-0"]
-    assert json.loads(await index.get(ENGINES) or "") == ["rollout-0", "rollout-1"]
+    assert await ENGINES.get(index) == ["rollout-0", "rollout-1"]
     for worker in ("rollout-0", "rollout-1", "update-0"):
         lives[worker].code.set_result(0)
     supervisor.launch = of.launch.model_copy(update={"stop_timeout": 0.2})
@@ -139,7 +140,7 @@ async def test_a_worker_whose_host_leaves_is_launched_again(index: Index) -> Non
     supervisor = Supervisor(index, launcher, of, begins=0)
     work = asyncio.create_task(supervisor.run(asyncio.Event()))
     life = (await launcher.next(3))["rollout-0"]
-    await request_leave(index, life.name)
+    await LEAVE.put(index, True, name=life.name)
     life.code.set_result(0)
     assert list(await launcher.next(1)) == ["rollout-0"]
     work.cancel()
@@ -162,12 +163,12 @@ async def test_numbers_that_a_run_cannot_have_are_refused(
 ) -> None:
     with pytest.raises(WrongState):
         await request_scale(index, 2)
-    await index.put("recipe", recipe(base).to_json())
+    await RUN_RECIPE.put(index, recipe(base))
     await index.init(RunConfig(()), {})
     await index.transition([""], "running")
     with pytest.raises(RecipeError, match=wrong):
         await request_scale(index, rollouts)
-    assert await index.get(SCALE) is None
+    assert await SCALE.get(index) is None
 
 
 def test_further_workers_of_a_run_with_hosts_are_left_to_them() -> None:
@@ -201,9 +202,9 @@ async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_furthe
     Lives.launched = asyncio.Queue()
     of = recipe(MOCK, **REMOTE)
     await index.init(flow_of(of).config(of.staleness_plan), {"published": 0, "trained": 0, "admitted": 0})
-    await index.put("recipe", of.to_json())
-    await index.put("place", RunPaths(tmp_path / "out", tmp_path / "shared", None).to_json())
-    await index.put("secret", "a secret of sixteen or more")
+    await RUN_RECIPE.put(index, of)
+    await RUN_PATHS.put(index, RunPaths(tmp_path / "out", tmp_path / "shared", None))
+    await SECRET.put(index, b"a secret of sixteen or more")
     await index.transition([""], "running")
     head = Dock(index, flow_of(of).schema, worker="head", directory=tmp_path / "shared", warehouse="head")
     (tmp_path / "shared").mkdir()
@@ -212,11 +213,10 @@ async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_furthe
     async def warehouses(count: int) -> None:
         async with asyncio.timeout(20):
             while len(await index.warehouses()) != count:
-                await index.wait("warehouses", "0", 0.05)  # an end of one wakes nothing
+                await index.wait(WAREHOUSES, "0", 0.05)  # an end of one wakes nothing
 
     async def order(number: int) -> ScriptedLife:
-        entry = {"kind": "rollout", "number": 1, "name": f"rollout-1-{number}", "host": ""}
-        await index.append_log(ORDERS, number, msgpack.packb(entry))
+        await ORDERS.append(index, number, Order("rollout", 1, f"rollout-1-{number}", ""))
         return await asyncio.wait_for(Lives.launched.get(), 20)
 
     host, stop = hosts.Host(index.url, index.run, tmp_path / "data", serve="127.0.0.1"), asyncio.Event()
@@ -225,18 +225,18 @@ async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_furthe
     try:
         await warehouses(2)
         life = await order(0)
-        await request_leave(index, life.name)
+        await LEAVE.put(index, True, name=life.name)
         life.code.set_result(0)
         await warehouses(1)
         assert not working.done(), "it takes further orders"
         life = await order(1)
         await warehouses(2)
         stop.set()
-        await until_leave(index, life.name, 20)
+        await LEAVE.wait(index, 20, name=life.name)
         assert not working.done(), "it waits for what its worker parks"
         life.code.set_result(0)
         await asyncio.wait_for(working, 20)
-        assert await index.get(f"exit:{life.name}") == "0"
+        assert await EXIT.get(index, name=life.name) == 0
         await warehouses(1)
     finally:
         for task in (working, beating):

@@ -14,9 +14,10 @@ from benchmarks import faults
 from orchestration.events_file import METRICS, MetricsFile, read_metrics
 from orchestration.guard import past
 from orchestration.guard.guard import Guard, GuardOptions
-from orchestration.guard.watch import JUDGED, GuardFailed, GuardWatch
+from orchestration.guard.watch import GuardFailed, GuardWatch
 from orchestration.recipe.problems import RecipeError
 from orchestration.run.builders import rollout as builder
+from orchestration.run.documents import JUDGED
 from orchestration.run.run import Run
 from pipeline.events import AlarmEvent, Event, StepEvent, WorkerEvent
 from pipeline.index.client import Index
@@ -195,11 +196,11 @@ async def test_a_run_that_another_runner_takes_over_keeps_its_windows(index: Ind
                 same.event(event)
         for event in events[:20]:
             same.event(event)
-    await index.put(JUDGED, events[25].id)
+    await JUDGED.put(index, events[25].id)
     taken_over = watch(index, "warn", tmp_path / "same")
     await taken_over.begin()
     assert windows(taken_over.guard) == about(after(steps))
-    assert await index.get(JUDGED) == events[-1].id
+    assert await JUDGED.get(index) == events[-1].id
 
 
 @pytest.mark.parametrize("in_file", ["removed steps", "none of them", "nothing"])

@@ -17,6 +17,7 @@ from orchestration.policy import served
 from orchestration.policy.engines import PolicyEngines
 from orchestration.policy.served import Policies
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown
+from orchestration.run.documents import RUN_PATHS, RUN_RECIPE
 from orchestration.run.paths import RunPaths
 from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex
@@ -85,8 +86,8 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
     with EmbeddedIndex(tmp_path / "index") as server:
         index = Index(server.url, "a-run")
         await index.init(RunConfig(()), {})
-        await index.put("recipe", recipe(TINY).to_json())
-        await index.put("place", RunPaths(tmp_path, tmp_path / "shm", None).to_json())
+        await RUN_RECIPE.put(index, recipe(TINY))
+        await RUN_PATHS.put(index, RunPaths(tmp_path, tmp_path / "shm", None))
         await index.transition(["", "created"], "running")
         policies = Policies(server.url, checkpoints={})
         yield Run(index, policies, tmp_path)

@@ -9,8 +9,8 @@ import pytest
 
 from orchestration.run import checkpoint
 from orchestration.run.checkpoint import CheckpointMissing
+from orchestration.run.documents import CHECKPOINT_REPORTED
 from orchestration.run.run import Run
-from orchestration.service.registry import CHECKPOINT_REPORTED
 from pipeline.index.client import Index
 from tests.orchestration.runs import MOCK, recipe
 
@@ -35,7 +35,7 @@ async def test_a_run_whose_folder_is_elsewhere_fails_instead_of_beginning_again(
     of = recipe(MOCK, train__steps=4, checkpoint__every=2, launch__launcher="inline")
     first = Run.hosted(of, tmp_path / "run", index.run)
     assert (await first.host(index.url)).state == "finished"
-    assert await index.get(CHECKPOINT_REPORTED) == "4"
+    assert await CHECKPOINT_REPORTED.get(index) == 4
     shutil.rmtree(first.shared)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(CheckpointMissing, match="the run's newest is of version 4, and this node"):

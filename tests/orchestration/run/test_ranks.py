@@ -18,7 +18,7 @@ from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.run.exit_codes import EXIT_FATAL
+from orchestration.run.documents import EXIT_FATAL, RANKS, REASON
 from orchestration.run.kinds import workers_of
 from orchestration.run.run import Run, RunError
 from orchestration.run.supervisor import Outcome, Supervisor
@@ -266,14 +266,14 @@ async def supervised(index: Index) -> AsyncIterator[tuple[Supervisor, ScriptedLa
 async def test_a_rank_that_dies_takes_the_others_along_for_one_restart(supervised: Any, index: Index) -> None:
     supervisor, launcher, work = supervised
     lives = await launcher.next(4)
-    name = await index.get("ranks:update")
+    name = await RANKS.get(index, kind="update")
     assert name == lives["update-0"].name
     lives["update-2"].code.set_result(1)
     again = await launcher.next(3)
     assert sorted(again) == ["update-0", "update-1", "update-2"]
     assert [life.killed for life in lives.values()] == [False, True, True, False], "flow-0 goes on"
     assert supervisor.restarts == 1
-    assert await index.get("ranks:update") == again["update-0"].name != name
+    assert await RANKS.get(index, kind="update") == again["update-0"].name != name
     for life in again.values():
         life.code.set_result(0)
     assert (await work).state == "finished"
@@ -293,8 +293,8 @@ async def test_ranks_may_end_one_after_the_other(supervised: Any) -> None:
 async def test_a_fault_of_any_rank_that_no_restart_mends_fails_the_run(supervised: Any, index: Index) -> None:
     supervisor, launcher, work = supervised
     lives = await launcher.next(4)
-    await index.put(f"reason:{lives['update-1'].name}", "ColumnError: a wrong column")
-    await index.put(f"reason:{lives['update-0'].name}", "RuntimeError: connection closed by peer")
+    await REASON.put(index, "ColumnError: a wrong column", name=lives["update-1"].name)
+    await REASON.put(index, "RuntimeError: connection closed by peer", name=lives["update-0"].name)
     lives["update-0"].code.set_result(1)
     lives["update-1"].code.set_result(EXIT_FATAL)
     outcome = await work

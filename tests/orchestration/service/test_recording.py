@@ -7,7 +7,7 @@ from pathlib import Path
 from api.telemetry.history import History
 from orchestration.events_file import METRICS, newest_id, read_metrics
 from orchestration.history.totals import RunTotals
-from orchestration.service.recording import Recorded, give_up
+from orchestration.service.recording import give_up, recorded_totals
 from orchestration.service.registry import RunRecord
 from pipeline.events import Event, order
 from pipeline.index.client import Index
@@ -28,7 +28,7 @@ async def given_up(service: Service, record: RunRecord) -> list[Event]:
     assert [run.id for run in await service.registry.whole(0.0, 100)] == [record.id]
     events, path = await service.events(record.id), Path(record.folder) / METRICS
     async with Index(service.registry.link, record.id) as index:
-        assert (await Recorded.of(index)).totals.wire() == totals_of(events).wire()
+        assert (await recorded_totals(index)).totals.wire() == totals_of(events).wire()
         assert await give_up(index, path)
         assert await index.event_ends() == ("0", "0")
         assert order(await index.last_event_id()) >= order(newest_id(path))
@@ -53,7 +53,7 @@ async def test_a_finished_run_is_in_its_file_and_goes_on_with_greater_ids(tmp_pa
         steps = [event.data["step"] for event in read_metrics(Path(record.folder) / METRICS) if event.kind == "step"]
         assert steps == list(range(9))
         async with Index(service.registry.link, run) as index:
-            assert (await Recorded.of(index)).totals.wire() == totals_of([*before, *after]).wire()
+            assert (await recorded_totals(index)).totals.wire() == totals_of([*before, *after]).wire()
             assert await give_up(index, Path(record.folder) / METRICS)
 
 

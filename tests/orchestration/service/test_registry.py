@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from orchestration.recipe.schema import Recipe
+from orchestration.run.documents import CHECKPOINT_ASKED, RUN_FLOW
 from orchestration.service.registry import (
-    CHECKPOINT_ASKED,
     LIST_CALLS,
     KeyReused,
     Registry,
@@ -26,6 +26,7 @@ from orchestration.service.registry import (
     UnknownRun,
     WrongState,
 )
+from pipeline.documents.flow import ROOM
 from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex
 from tests.orchestration.runs import MOCK, recipe
@@ -263,7 +264,7 @@ async def test_what_a_run_is_asked_reaches_its_own_state(registry: Registry) -> 
     for _ in range(2):
         assert (await registry.ask(run, "resume")).state == "running"
     await registry.ask(run, "checkpoint")
-    assert await index.get(CHECKPOINT_ASKED)
+    assert await CHECKPOINT_ASKED.get(index)
     for _ in range(2):
         assert (await registry.ask(run, "stop")).state == "stopping"
     with pytest.raises(WrongState):
@@ -319,10 +320,10 @@ async def test_a_deleted_run_leaves_nothing_but_its_folder_to_be_buried(registry
     with pytest.raises(WrongState, match="is running; to delete it, it must be finished, stopped or failed"):
         await registry.delete(run)
     index = Index(registry.url, run)
-    await index.put("recipe", "{}")
+    await RUN_FLOW.put(index, {"stages": []})
     await registry.end(run, "t1", "finished", "")
     await registry.delete(run)
-    assert await index.get("recipe") is None
+    assert await RUN_FLOW.get(index) is None
     assert await index.past_events() == []
     await index.close()
     with pytest.raises(UnknownRun):
@@ -337,8 +338,8 @@ async def test_a_deleted_run_leaves_nothing_but_its_folder_to_be_buried(registry
 
 async def test_what_an_ended_run_leaves_in_the_index_is_what_readers_need(index: Index) -> None:
     await index.init(RunConfig(()), {"generated": 8, "trained_rows": 6, "generated_tokens": 80})
-    await index.put("recipe", "{}")
-    await index.wake("room")
+    await RUN_FLOW.put(index, {"stages": []})
+    await index.wake(ROOM)
     await index.transition([""], "finished")
     before = await index.ledger()
     for _ in range(2):
@@ -346,8 +347,8 @@ async def test_what_an_ended_run_leaves_in_the_index_is_what_readers_need(index:
         assert await index.ledger() == before
         assert (await index.state())[0] == "finished"
         assert [event.kind for event in await index.events()] == ["state"]
-        assert await index.get("recipe") == "{}"
-    assert await index.woken("room", "", 0.01) == "", "what only workers need is gone"
+        assert await RUN_FLOW.get(index) == {"stages": []}
+    assert await index.woken(ROOM, "", 0.01) == "", "what only workers need is gone"
 
 
 async def test_what_was_submitted_survives_the_death_of_the_index(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import redis
 
+from pipeline.documents.flow import STATE
 from pipeline.index.client import Index, RunConfig
 from pipeline.index.embedded import EmbeddedIndex
 
@@ -53,7 +54,7 @@ async def test_a_run_goes_on_through_the_death_of_its_index(home: Path) -> None:
     with EmbeddedIndex(home) as server:
         index = Index(server.url, "run", timeout=20)
         await index.init(RunConfig((), 1, 0, 1, 0), {"published": 0, "trained": 0, "admitted": 0})
-        waiting = asyncio.create_task(index.wait("state", (await index.state())[2], 20))
+        waiting = asyncio.create_task(index.wait(STATE, (await index.state())[2], 20))
         for moment in range(3):
             assert server.pid is not None
             os.kill(server.pid, signal.SIGKILL)

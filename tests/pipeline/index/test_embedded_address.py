@@ -20,9 +20,10 @@ import redis.asyncio as redis
 
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.sections import PipelineSection
+from pipeline.documents.flow import HEAD_ADDRESS, HeadAddress
 from pipeline.first_of import cancel_all
 from pipeline.index.address import Address, redacted, split_password, with_password
-from pipeline.index.client import OWN_ADDRESS, Index
+from pipeline.index.client import Index
 from pipeline.index.embedded import MOST_UNKNOWN, EmbeddedIndex, end_unknown, served_by_tls
 from tests.orchestration.runs import MOCK, recipe
 from tests.servers import self_signed
@@ -147,15 +148,15 @@ async def test_a_client_at_the_address_goes_on_when_the_index_was_killed(served:
     assert served.address is not None
     async with Index(served.address.url, "run") as there, Index(served.url, "run") as here:
         await here.load()
-        await there.put("a", "1")
-        assert await here.get("a") == "1"
+        await there.write_document("a", "1")
+        assert await here.read_document("a") == "1"
         assert served.pid is not None
         waiting = asyncio.create_task(there.woken("topic", "", 30))
         os.kill(served.pid, signal.SIGKILL)
         assert served.process is not None
         await asyncio.to_thread(served.process.wait)
         await asyncio.to_thread(served.start)
-        assert await there.get("a") == "1"
+        assert await there.read_document("a") == "1"
         await here.wake("topic")
         assert await waiting
         assert await there.own_address() == "127.0.0.1"
@@ -163,7 +164,7 @@ async def test_a_client_at_the_address_goes_on_when_the_index_was_killed(served:
         await here.put_own_address("10.0.0.1")
         assert await here.reach() == ("", "10.0.0.1"), "for what processes beside the index announce"
         assert await there.reach() == ("127.0.0.1", "10.0.0.1"), "they reach the index by loopback"
-        await here.put(OWN_ADDRESS, "another-space 10.0.0.1")
+        await HEAD_ADDRESS.put(here, HeadAddress("another-space", "10.0.0.1"))
         assert await there.reach() == ("127.0.0.1", ""), "that of another machine, which has a tunnel"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pipeline.index.client import Index
+from stages.weights.documents import EVALUATED
 from tests.any_event import AnyEvent
 
 
@@ -30,9 +31,11 @@ async def test_who_reads_an_event_finds_the_documents_that_were_written_with_it(
     reader = Index(index.url, index.run)
     last = "0"
     for number in range(100):
-        emitting = asyncio.create_task(index.emit(AnyEvent(kind="step", data={"number": number}), {"a:b": str(number)}))
+        emitting = asyncio.create_task(
+            index.emit(AnyEvent(kind="step", data={"number": number}), EVALUATED.entry(number))
+        )
         (event,) = await reader.events(last, timeout=30)
-        assert await reader.get("a:b") == str(event.data["number"]) == str(number)
+        assert await EVALUATED.get(reader) == event.data["number"] == number
         last = event.id
         await emitting
     await reader.close()

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.documents.flow import ROOM, SWAP, VERSION
 from pipeline.events import StepEvent
 from pipeline.index.client import Claim, Index, IndexRefused, NeverFits
 from pipeline.index.warehouses import Block, Full, Lost
@@ -75,7 +76,7 @@ async def test_admission_may_run_fewer_steps_ahead_than_the_bound_allows(dock: D
     before = await dock.index.status()
     assert before.gate == 6
     await dock.index.set_slack(1)
-    assert await dock.index.wait("version", before.wait, 0.01), "the gate looks again"
+    assert await dock.index.wait(VERSION, before.wait, 0.01), "the gate looks again"
     assert (await dock.index.status()).gate == 4
     for wrong in (0, 3):
         with pytest.raises(IndexRefused, match=f"slack {wrong} is not within 1 and 2"):
@@ -252,14 +253,14 @@ async def test_a_worker_that_is_forgotten_gives_no_sign_of_life_and_holds_no_tur
     assert not other.granted
     assert 0 < other.due <= 60
     await index.forget_worker("a")
-    assert await index.wait("swap", other.wait, 0.01), "the next one is woken"
+    assert await index.wait(SWAP, other.wait, 0.01), "the next one is woken"
     assert list(await index.alive()) == ["b"]
     assert (await index.take_swap_turn("b", most=1, lease=60)).granted
     third = await index.take_swap_turn("c", most=1, lease=60)
     await index.end_swap_turn("c")  # it has none
-    assert not await index.wait("swap", third.wait, 0.01)
+    assert not await index.wait(SWAP, third.wait, 0.01)
     await index.end_swap_turn("b")
-    assert await index.wait("swap", third.wait, 0.01)
+    assert await index.wait(SWAP, third.wait, 0.01)
     assert (await index.take_swap_turn("c", most=1, lease=60)).granted
     assert (await index.take_swap_turn("d", most=2, lease=60)).granted
 
@@ -353,7 +354,7 @@ async def test_a_reserve_is_left_for_later_stages(dock: Dock) -> None:
     assert isinstance(held, Block), "exactly as much is free beside the reserve"
     full = await dock.index.allocate(dock.home, "source", 64, reserve=1 << 18)
     assert isinstance(full, Full)
-    waiting = asyncio.create_task(dock.index.wait("room", full.wait, 60))
+    waiting = asyncio.create_task(dock.index.wait(ROOM, full.wait, 60))
     with pytest.raises(NeverFits):
         await dock.index.allocate(dock.home, "source", (1 << 20) - 64, reserve=128)
     assert isinstance(await dock.index.allocate(dock.home, "later", 1 << 18), Block), "the reserve is for others"

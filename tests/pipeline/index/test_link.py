@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from orchestration.run.documents import JUDGED
 from pipeline.index.client import Index, IndexUnreachable, Link
 
 
@@ -38,8 +39,8 @@ async def test_hundreds_of_calls_and_waits_take_few_connections(link: Link, inde
     shared = Link(named(index_url, name), timeout=5.0)
     try:
         indexes = [Index(shared, f"{name}-{number}") for number in range(300)]
-        await asyncio.gather(*(index.put("recipe", str(number)) for number, index in enumerate(indexes)))
-        found = await asyncio.gather(*(index.get("recipe") for index in indexes))
+        await asyncio.gather(*(JUDGED.put(index, str(number)) for number, index in enumerate(indexes)))
+        found = await asyncio.gather(*(JUDGED.get(index) for index in indexes))
         assert found == [str(number) for number in range(300)]
         assert await asyncio.gather(*(index.event_ends() for index in indexes)) == [("0", "0")] * 300
         states = [f"{name}-{number}" for number in range(300)]
@@ -85,7 +86,7 @@ async def test_closing_an_index_ends_its_waits_and_leaves_the_link(link: Link) -
             with pytest.raises(IndexUnreachable, match="closed"):
                 await wait
     assert not waits[2].done()
-    assert await other.get("recipe") is None
+    assert await JUDGED.get(other) is None
     await link.close()
     with pytest.raises(IndexUnreachable):
         await waits[2]
@@ -123,7 +124,7 @@ async def test_a_server_that_does_not_answer_costs_no_descriptors() -> None:
     server = await asyncio.start_server(lambda reader, writer: opened.append(writer), "127.0.0.1", 0)
     link = Link(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=0.9)
     before = len(os.listdir("/proc/self/fd"))
-    calls = [Index(link, "run").get("recipe") for _ in range(30)]
+    calls = [JUDGED.get(Index(link, "run")) for _ in range(30)]
     assert all(isinstance(found, IndexUnreachable) for found in await asyncio.gather(*calls, return_exceptions=True))
     for writer in opened:
         writer.transport.abort()

@@ -9,6 +9,7 @@ import redis.asyncio
 import torch
 
 from pipeline.columns import Column, Schema
+from pipeline.documents.flow import VERSION
 from pipeline.index.client import BoundBroken, GateClosed, Index, RunConfig, StageSpec, WrittenTwice
 from pipeline.index.warehouses import Lost
 from pipeline.warehouse.dock import Dock
@@ -66,7 +67,7 @@ async def test_the_gate_opens_with_the_published_version_and_not_with_the_traine
     with pytest.raises(GateClosed, match="group 2 is past the gate, which stands at 2"):
         await admit(dock, range(2, 3))
     await index.publish_weights(1, {})
-    assert await index.wait("version", before.wait, 0.01), "the publication has woken nobody"
+    assert await index.wait(VERSION, before.wait, 0.01), "the publication has woken nobody"
     await admit(dock, range(2, 3))
 
 

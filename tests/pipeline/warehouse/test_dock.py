@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipeline.columns import Column, ColumnError, Schema
+from pipeline.documents.flow import VERSION
 from pipeline.index.client import (
     BoundBroken,
     Claim,
@@ -331,7 +332,7 @@ async def test_without_slack_replacements_are_admitted_together_when_the_other_g
         else:
             await dock.commit(held, range(len(held)), {"advantage": torch.ones(len(held))})
         if group:
-            assert await dock.index.wait("version", wait, 5), "the gate is woken"
+            assert await dock.index.wait(VERSION, wait, 5), "the gate is woken"
         gates.append((await dock.index.status()).gate)
     assert gates == [4, 4, 4, 6]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pipeline.documents.flow import VERSION
 from pipeline.index.client import Index
 from stages.prompts.external import ExternalPrompts, put_prompts
 
@@ -39,7 +40,7 @@ async def test_a_prompt_that_a_template_refuses_is_left_out_and_the_others_are_t
                 assert not taking.done()
             while not feed.ended:
                 assert not taking.done()
-                position = await index.woken("version", "", 1.0)
+                position = await index.woken(VERSION, "", 1.0)
     finally:
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.index.client import TAKEN, Index, RunConfig
+from pipeline.documents.flow import SWAP, VERSION
+from pipeline.index.client import Index, RunConfig
 from pipeline.spans import Spans
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
@@ -29,7 +30,7 @@ from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, WeightFollower
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
-from stages.weights.documents import damaged
+from stages.weights.documents import DAMAGED
 from stages.weights.store import Probe, ProbeRule, Published, WeightsDamaged, WeightStore, gap, probed
 from tests.stages.engines.torch.test_rollout import DEADLINE, Brake
 from tests.stages.rollout.test_evaluate import evaluator
@@ -58,7 +59,7 @@ class Trainer:
         published = self.store.publish(
             self.version, self.engine.weights(), probed(self.engine, PROBED) if probe else None
         )
-        await self.index.wake("version")
+        await self.index.wake(VERSION)
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)  # steps are not the matter here
         await self.index.publish_weights(self.version, change(published).record())
 
@@ -385,7 +386,9 @@ async def test_the_trainer_restarts_for_damaged_weights_between_two_steps_and_on
         async with stage._stepping:
             for reported in (False, True):
                 assert not await following._take()
-                assert bool(await trained.get(damaged(1))) == reported, "the damage may have happened on the way"
+                assert bool(await DAMAGED.get(trained, version=1)) == reported, (
+                    "the damage may have happened on the way"
+                )
             await asyncio.wait([waiting], timeout=0.1)
             await trained._redis.hset(f"{trained.prefix}n", "trained", 2)
             stage.trained = 2
@@ -393,13 +396,12 @@ async def test_the_trainer_restarts_for_damaged_weights_between_two_steps_and_on
         assert await following._take()
         assert engine.version == 2
         await asyncio.wait([waiting], timeout=0.1)
-        await trained.put(damaged(2), "rollout-0")
-        await trained.wake(TAKEN)
+        await DAMAGED.put(trained, "rollout-0", version=2)
         with pytest.raises(WeightsDamaged, match="version 2: rollout-0 has found them damaged"):
             await asyncio.wait_for(waiting, 20)
         await stage.catch_up()
         assert store.published == 3
-        assert not await trained.get(damaged(2))
+        assert not await DAMAGED.get(trained, version=2)
     finally:
         waiting.cancel()
 
@@ -677,7 +679,7 @@ async def test_a_dead_replica_does_not_keep_the_turn(trainer: Trainer, tmp_path:
     await trainer.publish()
     assert (await trainer.index.take_swap_turn("dead", most=1, lease=60)).granted
     task = asyncio.create_task(swapped())
-    await trainer.index.wait("swap", "0-0", 0.2)
+    await trainer.index.wait(SWAP, "0-0", 0.2)
     assert not task.done()
     await trainer.index.forget_worker("dead")
     await asyncio.wait_for(task, 20)
@@ -693,7 +695,7 @@ async def test_a_turn_ends_with_its_lease(trainer: Trainer) -> None:
 
     async def until(again: Callable[[], Awaitable[Any]]) -> None:
         while not (turn := await again()).granted:
-            await index.wait("swap", turn.wait, turn.due)
+            await index.wait(SWAP, turn.wait, turn.due)
 
     await asyncio.wait_for(until(lambda: index.take_swap_turn("c", most=1, lease=1.5)), 10)
 

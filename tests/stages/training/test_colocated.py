@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.events import EvaluationEvent
-from pipeline.index.client import EVALUATED, Claim, Index
+from pipeline.index.client import Claim, Index
 from pipeline.spans import Spans
 from pipeline.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
@@ -24,6 +24,7 @@ from stages.resharding.swap import State
 from stages.training.colocated import Turn
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.shared_device import SharedDevice
+from stages.weights.documents import EVALUATED
 from stages.weights.store import Probe
 
 P, STEPS = 2, 3
@@ -241,7 +242,7 @@ async def test_an_evaluation_holds_the_turn_and_where_nothing_may_overlap_the_cl
     answers.go.set()
     await stepping
     assert table.device.did == ["generate 0", "leave", "ready"]
-    assert await dock.index.get(EVALUATED) == "0"
+    assert await EVALUATED.get(dock.index) == 0
     await table.over()
 
 
@@ -252,10 +253,10 @@ async def test_the_last_version_is_evaluated_once_before_the_end(known: bool, do
     table = Table(dock, answers)
     table.update.trained = STEPS
     if known:
-        await dock.index.put(EVALUATED, str(STEPS))
+        await EVALUATED.put(dock.index, STEPS)
     await table.over()
     assert table.device.did == ([] if known else [f"generate {STEPS}"])
-    assert await dock.index.get(EVALUATED) == str(STEPS)
+    assert await EVALUATED.get(dock.index) == STEPS
 
 
 async def test_a_run_that_stops_gives_up_its_evaluation_and_lets_what_is_held_end(dock: Dock) -> None:

@@ -17,6 +17,7 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.strategies import Ranks
 from stages.training.ranks import RankGroup, RankWorker
+from stages.weights.documents import RANK_ORDERS
 from stages.weights.store import WeightStore, probed
 from tests.batches import unstack
 from tests.stages.training.claims import GROUPS, filled
@@ -134,10 +135,10 @@ async def test_what_they_do_not_do_together_is_kept_until_everybody_has_surely_h
     assert (await other.receive())["do"] == "save"
     for number in (1, 2):
         with pytest.raises(IndexRefused, match="was removed"):
-            await index.read_log("ranks:one", number, 1.0)
+            await RANK_ORDERS.at(life="one").read(index, number, 1.0)
 
 
 async def test_one_rank_alone_sends_no_orders(index: Index) -> None:
     alone = RankGroup(index, Ranks(0))
     await alone.broadcast("train", claim={})
-    assert await index.read_log("ranks:", 0, 0.05) is None
+    assert await RANK_ORDERS.at(life="").read(index, 0, 0.05) is None

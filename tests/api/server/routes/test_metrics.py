@@ -21,7 +21,8 @@ from api.server.service import SERVICE
 from api.telemetry import prometheus
 from orchestration.events_file import METRICS, MetricsFile
 from orchestration.recipe.load import parse_recipe
-from orchestration.service.recording import TOTALS, record_rest
+from orchestration.run.documents import TOTALS
+from orchestration.service.recording import record_rest
 from orchestration.service.registry import Registry, RunRecord
 from pipeline.events import Event, Kind
 from pipeline.index.client import Index
@@ -261,7 +262,7 @@ async def test_a_run_with_damaged_totals_keeps_its_events_and_no_other_run_waits
         await run.registry._index._redis.hset(key, "folder", str(tmp_path / run.record.id))
         await run.finish()
         await record_rest(run.index, tmp_path / run.record.id / METRICS)
-    await damaged.index.put(TOTALS, "{")
+    await damaged.index.write_document(TOTALS.key, "{")
     monkeypatch.setattr(services, "GIVEN_UP_SECONDS", 0.0)
     giving_up = asyncio.create_task(client.app[SERVICE].give_up_events())
     async with asyncio.timeout(20):

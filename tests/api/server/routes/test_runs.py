@@ -16,8 +16,9 @@ import torch
 from api.server.access.tokens import Scope, Tokens
 from api.server.service import Settings
 from orchestration.recipe.load import FIXED
+from orchestration.run.documents import CHECKPOINT_REPORTED
 from orchestration.run.storage import base_models
-from orchestration.service.registry import CHECKPOINT_REPORTED, Registry
+from orchestration.service.registry import Registry
 from pipeline.index.client import Index
 from stages.models import load_model
 from stages.weights.manifest import digests_of
@@ -258,7 +259,7 @@ async def test_a_run_goes_on_from_an_older_checkpoint_where_the_newest_is_damage
     response = await client.post(f"/v1/runs/{run}/resume", json={"start_version": 2})
     assert (response.status, (await response.json())["state"]) == (202, "created")
     assert sorted(path.name for path in folder.iterdir()) == ["aside-step-00000004", "step-00000002"]
-    assert await Index(index_url, run).get(CHECKPOINT_REPORTED) == "2", "the runner does not look for a newer one"
+    assert await CHECKPOINT_REPORTED.get(Index(index_url, run)) == 2, "the runner does not look for a newer one"
     await client.post(f"/v1/runs/{run}/stop")
 
 

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from pipeline.documents.flow import VERSION
 from pipeline.index.client import Index, RunConfig
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest, SamplingParams, SwapTimes
@@ -296,7 +297,7 @@ class Trainer:
         self.version += 1
         self.rows = probe_rows(self.rows, rows, 128)
         published = self.store.publish(self.version, self.engine.weights(), probed(self.engine, self.rows))
-        await self.index.wake("version")
+        await self.index.wake(VERSION)
         await self.index._redis.hset(f"{self.index.prefix}n", "trained", self.version)
         await self.index.publish_weights(self.version, published.record())
 

@@ -1,0 +1,141 @@
+"""Documents, topics and logs of a run's life: its head, its workers, its hosts. ``orchestration`` owns them.
+
+    head ──▶ RUN_RECIPE, RUN_PATHS ──▶ workers, hosts
+    supervisor ──▶ PROCESS, ORDERS ──▶ host ──▶ TAKEN_BY ──▶ EXIT ──▶ supervisor: REASON, exit code
+                   END, LEAVE ──────▶ host, worker
+
+``worker`` is KIND-NUMBER, ``name`` names one process of a worker. A process that is started again has
+another name, so that no document of its predecessor is about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.documents.flow import STATE
+from pipeline.documents.kinds import Document, Log, Topic
+
+if TYPE_CHECKING:
+    from orchestration.history.totals import RecordedTotals
+    from orchestration.recipe.schema import Recipe
+    from orchestration.run.paths import RunPaths
+    from stages.external_checks import Terms
+    from stages.flow.declarations import Declared
+
+# Exit codes of worker processes: the values of EXIT, beside the negative ones of signals.
+EXIT_FAILED = 1  # the supervisor restarts the worker
+EXIT_FATAL = 3  # by an error that a restart would not mend
+EXIT_NOT_STARTED = 4  # before it was ready or a step was trained, by an error that may pass
+EXIT_REWIND = 5  # steps since the checkpoint cannot be replayed: the run goes on from there
+
+HEAD = "head"  # of BEAT: in place of a host's name; of TAKEN_BY: no host may take the order any more
+OVER = -1  # of BEAT: the host has seen that the run has ended
+
+# ── what the run is ──
+
+RUN_RECIPE: Document[Recipe] = Document.of_class("recipe", "orchestration.recipe.schema:Recipe")
+"""The recipe, from which workers build their parts."""
+
+DECLARED: Document[Declared] = Document.of_class("declared", "stages.flow.declarations:Declared")
+"""What the recipe's own stages declare, so that workers need not import their modules."""
+
+RUN_FLOW: Document[dict[str, Any]] = Document.of_json("flow")
+"""The stages and columns of the run as a graph, for viewers."""
+
+RUN_PATHS: Document[RunPaths] = Document.of_class("place", "orchestration.run.paths:RunPaths")
+"""The folders of the run on the head's machine, and where its checkpoints are copied to."""
+
+EXTERNAL_TERMS: Document[Terms] = Document.of_class("external", "stages.external_checks:Terms")
+"""What an external program must know of the run. There once the run's workers have begun."""
+
+HEADS_INDEX = Document("heads-index", bool)
+"""The index ends with the head of the run."""
+
+REWINDS = Document("rewinds", int, topic=STATE)
+"""How often the run went on from a checkpoint after what hosts had was lost."""
+
+TOTALS: Document[RecordedTotals] = Document.of_class("totals", "orchestration.history.totals:RecordedTotals")
+"""The totals of the run's events, written each minute and at the end."""
+
+JUDGED = Document("guard:judged", str)
+"""The id of the last event that the guard has judged."""
+
+# ── checkpoints ──
+
+CHECKPOINT_ASKED = Document("checkpoint:asked", str)
+"""The id of the latest request for a checkpoint."""
+
+CHECKPOINT_WRITTEN = Document("checkpoint:written", str)
+"""The id of the latest request for which a checkpoint was written."""
+
+CHECKPOINT_REPORTED = Document("checkpoint:told", int)
+"""The newest version with a `checkpoint` event. A resumed run goes on from no older one."""
+
+# ── workers ──
+
+SCALES = Topic("scale")
+"""Another number of rollout workers is asked for."""
+
+SCALE = Document("scale", int, topic=SCALES)
+"""The number of rollout workers that the run is asked for.
+
+removed: when the run is resumed
+"""
+
+LEAVES = Topic("leave")
+"""A worker is asked to leave."""
+
+LEAVE = Document("leave:{name}", bool, topic=LEAVES)
+"""The process is asked to leave: it claims nothing more, parks its responses, and ends."""
+
+PROCESS = Document("life:{worker}", str)
+"""The name of the worker's present process, or of its last one."""
+
+RANKS = Document("ranks:{kind}", str)
+"""The name of rank 0's process in the present rank group of this kind."""
+
+REASON = Document("reason:{name}", str)
+"""Why the process ended with an error, in words."""
+
+# ── hosts ──
+
+HOSTS = Topic("hosts")
+"""A document about a worker on a host has changed, or a host has ended."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order to start worker ``kind``-``number`` as the process ``name``, on ``host`` ("": on any with room)."""
+
+    kind: str
+    number: int
+    name: str
+    host: str
+
+
+ORDERS = Log("orders", lambda order: Order(**order), asdict)
+"""Orders to start workers on hosts."""
+
+TAKEN_BY = Document("host:{name}", str)
+"""The host that has taken the order to start the process; HEAD: none may take it any more."""
+
+END = Document("end:{name}", bool, topic=HOSTS)
+"""The host is to end the process."""
+
+EXIT = Document("exit:{name}", int, topic=HOSTS)
+"""The process on a host has ended with this exit code; negative: by this signal."""
+
+BEAT = Document("beat:{host}", int)
+"""A number that the host, or the head, counts up as its sign of life; OVER at a host's end."""
+
+WAREHOUSE = Document("warehouse:{host}", str)
+"""The name of the host's warehouse."""
+
+# ── external programs ──
+
+LOADED = Document("loaded:{owner}:{worker}", int)
+"""The version that an external worker has loaded. Owners cannot name each other's workers."""
+
+STEPPED = Document("stepped", float)
+"""When an external trainer made its last step, in Unix seconds."""
