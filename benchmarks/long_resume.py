@@ -114,10 +114,10 @@ def long_run(home: Path, recipe: Path, steps: int) -> Path:
         file.unlink()
     options = argparse.Namespace(step_seconds=2.4, rollouts=4)
     draw = random.Random(1)
-    with MetricsFile(out / METRICS) as file:
+    with MetricsFile(out / METRICS) as metrics_file:
         for step in range(steps):
             for event in sent(step, BEGIN + (step + 1) * options.step_seconds, options, draw):
-                file.event(event)
+                metrics_file.event(event)
     return out
 
 
