@@ -55,7 +55,10 @@ HEADS_INDEX = Document("heads-index", bool)
 REWINDS = Document("rewinds", int, topic=STATE)
 """How often the run went on from a checkpoint after what hosts had was lost."""
 
-TOTALS: Document[RecordedTotals] = Document.of_class("totals", "orchestration.history.totals:RecordedTotals")
+TOTALS: Document[RecordedTotals] = Document.of_class(
+    "totals",
+    "orchestration.history.totals:RecordedTotals",
+)
 """The totals of the run's events, written each minute and at the end."""
 
 JUDGED = Document("guard:judged", str)

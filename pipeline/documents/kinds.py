@@ -105,33 +105,33 @@ class Document(Generic[T]):
         """A document whose values are written as JSON: numbers, texts, lists and dicts of them."""
         return cls(key, json.loads, json.dumps, topic)
 
-    def name(self, **of: str | int) -> str:
+    def name(self, **fields: str | int) -> str:
         """The name with the values of its fields.
 
         >>> Document("reason:{name}", str).name(name="rollout-0-17-a1b2c3")
         'reason:rollout-0-17-a1b2c3'
         """
-        return self.key.format(**of)
+        return self.key.format(**fields)
 
-    def entry(self, value: T, **of: str | int) -> tuple[str, str]:
+    def entry(self, value: T, **fields: str | int) -> tuple[str, str]:
         """Name and text, for :meth:`Events.emit`, which writes documents with an event."""
-        return self.name(**of), self._encode(value)
+        return self.name(**fields), self._encode(value)
 
-    async def put(self, index: DocumentIndex, value: T, **of: str | int) -> None:
+    async def put(self, index: DocumentIndex, value: T, **fields: str | int) -> None:
         """Write ``value``, and wake the topic."""
-        await index.write_document(*self.entry(value, **of))
+        await index.write_document(*self.entry(value, **fields))
         if self._topic is not None:
             await index.wake(self._topic)
 
-    async def put_once(self, index: DocumentIndex, value: T, **of: str | int) -> T:
+    async def put_once(self, index: DocumentIndex, value: T, **fields: str | int) -> T:
         """Write ``value`` unless there is one. Returns the value that there is then. Wakes nobody."""
-        await index.write_document(*self.entry(value, **of), once=True)
-        current = await self.get(index, **of)
+        await index.write_document(*self.entry(value, **fields), once=True)
+        current = await self.get(index, **fields)
         return value if current is None else current
 
-    async def get(self, index: DocumentIndex, **of: str | int) -> T | None:
+    async def get(self, index: DocumentIndex, **fields: str | int) -> T | None:
         """The value; None where there is none, or an empty text. Raises DocumentDamaged."""
-        name = self.name(**of)
+        name = self.name(**fields)
         text = await index.read_document(name)
         if not text:
             return None
@@ -143,18 +143,18 @@ class Document(Generic[T]):
                 "another version of AsyncDock, or by hand: resume the run with the version that began it"
             ) from cause
 
-    async def wait(self, index: DocumentIndex, renew: float, **of: str | int) -> T:
+    async def wait(self, index: DocumentIndex, renew: float, **fields: str | int) -> T:
         """Wait until there is a value, and return it. ``renew``: seconds after which the wait on the
         server is renewed."""
         assert self._topic is not None, f"{self.key} wakes nobody"
         position = ""
-        while (value := await self.get(index, **of)) is None:
+        while (value := await self.get(index, **fields)) is None:
             position = await index.woken(self._topic, position, renew)
         return value
 
-    async def remove(self, index: DocumentIndex, **of: str | int) -> None:
+    async def remove(self, index: DocumentIndex, **fields: str | int) -> None:
         """Remove it. Wakes nobody."""
-        await index.remove_document(self.name(**of))
+        await index.remove_document(self.name(**fields))
 
 
 def _plain(value: Any) -> Any:
@@ -175,14 +175,14 @@ class Log(Generic[T]):
         self._decode = decode
         self._encode = encode
 
-    def at(self, **of: str | int) -> Log[T]:
+    def at(self, **fields: str | int) -> Log[T]:
         """The log with these values of its fields.
 
         >>> Log("ranks:{life}:{rank}").at(life="update-0-17-a1b2c3", rank=1).name
         'ranks:update-0-17-a1b2c3:1'
         """
         log = Log(self.key, self._decode, self._encode)
-        log.name = self.key.format(**of)
+        log.name = self.key.format(**fields)
         return log
 
     async def append(self, index: LogIndex, number: int, entry: T) -> None:

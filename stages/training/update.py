@@ -142,7 +142,10 @@ class Update(Stage):
             if "truncated" in rows:
                 metrics = {**metrics, "truncated": float(rows["truncated"].float().mean())}
             metrics = {**metrics, **variety(claim, rows)}
-            ledger, forecast = await asyncio.gather(self.dock.index.ledger(), FORECAST.get(self.dock.index))
+            ledger, forecast = await asyncio.gather(
+                self.dock.index.ledger(),
+                FORECAST.get(self.dock.index),
+            )
             now = time.monotonic()
             spent = (now - self._since, seconds)
             scored = {name: rows[name] for name in REWARDS if name in rows}

@@ -79,8 +79,8 @@ def same_logprobs(one: Sequence[torch.Tensor] | None, other: Sequence[torch.Tens
 
 async def raise_alarm(index: Index, worker: str, version: int, failed: ProbeFailed, look: str) -> None:
     """Emit the alarm of a refused probe of ``version``: once, however often ``worker`` tries it, also after a restart."""
-    of = {"metric": METRIC, "worker": worker}
-    if await ALARM.get(index, **of) == version:
+    fields = {"metric": METRIC, "worker": worker}
+    if await ALARM.get(index, **fields) == version:
         return
     alarm = AlarmEvent(
         metric=METRIC,
@@ -91,4 +91,4 @@ async def raise_alarm(index: Index, worker: str, version: int, failed: ProbeFail
         look=look,
         worker=worker,
     )
-    await index.emit(alarm, ALARM.entry(version, **of))
+    await index.emit(alarm, ALARM.entry(version, **fields))

@@ -19,7 +19,12 @@ from orchestration.recipe.planner import share_of_trained
 from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.checkpoint import Checkpoint
-from orchestration.run.documents import CHECKPOINT_ASKED, CHECKPOINT_REPORTED, CHECKPOINT_WRITTEN, RANKS
+from orchestration.run.documents import (
+    CHECKPOINT_ASKED,
+    CHECKPOINT_REPORTED,
+    CHECKPOINT_WRITTEN,
+    RANKS,
+)
 from orchestration.run.engines import probe_tokens, train_engine, weight_publisher
 from orchestration.run.storage.store import CheckpointStore, StoreRefused
 from pipeline.controller import Controller
