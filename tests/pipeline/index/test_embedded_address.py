@@ -115,13 +115,13 @@ async def test_connections_that_never_authenticate_end_while_clients_go_on(serve
             opened = await asyncio.to_thread(opening.__enter__)
             try:
                 began = time.monotonic()
-                await before.put("a", "1")
+                await before.write_document("a", "1")
                 assert await ping(address.url), "a new client connects meanwhile"
                 assert time.monotonic() - began < 5
                 while not await asyncio.to_thread(ended, opened):
                     assert time.monotonic() - began < 30, "they are still connected"
                     await asyncio.sleep(0.2)
-                assert await before.get("a") == "1"
+                assert await before.read_document("a") == "1"
             finally:
                 opening.__exit__(None, None, None)
     finally:
