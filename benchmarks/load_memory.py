@@ -28,12 +28,12 @@ from torch.distributed import FileStore
 from transformers import AutoModelForCausalLM
 
 from orchestration.processes.forkserver import ENVIRONMENT
-from stages.engines.strategies import Ranks
 from stages.engines.torch import sharded, train
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.sharded import ShardedTrainEngine, join
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model, model_folder, model_skeleton
+from stages.parallel.options import Ranks
 
 WAYS = ("whole", "by shards")
 MIB = 2**20

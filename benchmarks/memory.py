@@ -44,8 +44,8 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.planner import config_of, memory_of
 from orchestration.recipe.schema import Recipe
-from stages.engines.strategies import Ranks
 from stages.models import empty_model, weight_shapes
+from stages.parallel.options import Ranks
 
 Model = str | dict[str, Any]  # a source, or the sizes of a Llama, with experts of a Qwen3-MoE
 Changes = dict[str, Any]  # of the recipe, by key

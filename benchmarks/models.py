@@ -44,8 +44,8 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest, RolloutEngine, SamplingParams
-from stages.engines.strategies import Ranks
 from stages.engines.torch.head import use_float32
+from stages.parallel.options import Ranks
 from stages.weights.store import Gap, Probe, ProbeRule, gap
 
 PROMPTS, ROWS, LENGTH = (10, 24), 3, 64  # tokens of the prompts; rows of a group; tokens of a sequence
@@ -440,7 +440,7 @@ def _swapped(ranks: Ranks, folder: str, dtype: torch.dtype, rows: Rows, expected
     """The allgather-swap of a colocated run, from the ranks into a decoder on each: bit for bit."""
     from stages.engines.torch.decoding.decoder import TorchDecoder
     from stages.engines.torch.sharded import placement
-    from stages.resharding.layout import Layout, model_state, place
+    from stages.parallel.placement import Layout, model_state, place
     from stages.resharding.plan import plan_reshard
     from stages.resharding.swap import Swap, local_weights, separate
 

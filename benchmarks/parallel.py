@@ -5,7 +5,7 @@
 
 **bytes**: real ranks (gloo) train one step of a small model; each collective call is seen as torch dispatches it and its
 bytes are counted as a ring would send them; the mean of the ranks, whose experts do not get equally many tokens. Beside it
-the formula (stages/engines/costs.py), which knows sizes alone.
+the formula (stages/parallel/costs.py), which knows sizes alone.
 
 **links**: each rank is in a network namespace of its own, whose link has ``--mbit`` both ways and a delay. A layer's compute
 is a clock's: ``--layer-ms`` for 100 tokens forward and twice that backward, divided by tp; the real compute of the small
@@ -37,11 +37,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Mo
 
 from benchmarks.dispatch_scale import Network
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.costs import Step, sent
 from stages.engines.plans import GroupShape, deal, plan_micro_batches
-from stages.engines.strategies import ContextParallel, Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
-from stages.resharding.layout import model_state
+from stages.parallel.costs import Step, sent
+from stages.parallel.options import ContextParallel, Ranks
+from stages.parallel.placement import model_state
 from tests.batches import make_batch, stack, unstack
 from tests.ranks import of_product
 

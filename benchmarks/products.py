@@ -2,7 +2,7 @@
 
     every product over the ranks that `asyncdock check` would allow, with and without activation checkpointing
       ─▶ what its ranks take (orchestration/recipe/checks/memory_parts.py); products that do not fit are left out
-      ─▶ seconds of a step: compute, with the pipeline's bubble, and bytes (stages/engines/costs.py) over their link
+      ─▶ seconds of a step: compute, with the pipeline's bubble, and bytes (stages/parallel/costs.py) over their link
       ─▶ the shortest
 
     python -m benchmarks.products [--shape NAME ...] [--ranks 64] [--rows 256] [--tokens 32768] [--memory 72] [--tflops 400]
@@ -32,9 +32,9 @@ from benchmarks.memory import recipe_of
 from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, ITEM_BYTES, Sizes, train_memory
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.schema import Recipe
-from stages.engines.costs import Step, sent
-from stages.engines.strategies import Ranks
-from stages.resharding.layout import ModelState, model_state
+from stages.parallel.costs import Step, sent
+from stages.parallel.options import Ranks
+from stages.parallel.placement import ModelState, model_state
 
 MOCK = {"rollout.engine": "mock", "train.engine": "mock", "algorithm.options": {}}
 PROMPT = 1024  # tokens of the prompts; responses have the rest of a row

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.dispatch_scale import inside
 from stages import device as devices
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import join
+from stages.parallel.options import Ranks
 from tests.forked import forks
 
 DEADLINE = 270.0

@@ -28,7 +28,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size, parse_size
 
 if TYPE_CHECKING:
-    from stages.resharding.layout import Layout
+    from stages.parallel.placement import Layout
 
 MOST_RANKS = 16  # that are printed
 SMALLEST_BUCKET = 1024
@@ -57,7 +57,7 @@ def reshard_report(
     bucket_bytes = _bucket_bytes(bucket) if bucket else recipe.sync.bucket
 
     from stages.models import ModelNotFound
-    from stages.resharding.layout import LayoutError, parse_layout
+    from stages.parallel.placement import LayoutError, parse_layout
     from stages.resharding.plan import memory, redundant_eq3, redundant_general, redundant_if_naive
 
     try:

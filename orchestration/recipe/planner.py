@@ -24,7 +24,7 @@ from stages.prompts.options import PromptLimits
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
     from stages.adapters.options import AdapterOptions
-    from stages.resharding.layout import Layout, ModelState, Names, Placement
+    from stages.parallel.placement import Layout, ModelState, Names, Placement
     from stages.resharding.plan import ReshardPlan
 
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
@@ -266,7 +266,7 @@ def _state_of(source: str, dtype: str) -> ModelState:
     import torch
 
     from stages.models import load_config
-    from stages.resharding.layout import model_state
+    from stages.parallel.placement import model_state
 
     return model_state(load_config(source), getattr(torch, dtype))
 
@@ -284,8 +284,8 @@ def held_bytes(recipe: Recipe, source: Placement) -> tuple[int, ...]:
 
 def train_layout(recipe: Recipe) -> Layout:
     """The layout of the ranks of ``train``, in layers."""
-    from stages.engines.strategies import Ranks
     from stages.engines.torch.sharded import layout_of
+    from stages.parallel.options import Ranks
 
     return layout_of(Ranks.of(0, recipe.train))
 
@@ -293,7 +293,7 @@ def train_layout(recipe: Recipe) -> Layout:
 def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
     """The layout of the recipe's rollout engines on ``ranks`` ranks: a whole model on each one, or on each
     ``vllm.tensor_parallel`` of them."""
-    from stages.resharding.layout import Layout
+    from stages.parallel.placement import Layout
 
     tp = recipe.rollout.vllm.tensor_parallel if recipe.rollout.engine == "vllm" else 1
     return Layout(dp_replicate=max(1, ranks // tp), tp=tp)
@@ -321,7 +321,7 @@ def reshard_plan(
     import torch
 
     from stages.engines.torch.sharded import placement, ranks_of
-    from stages.resharding.layout import place
+    from stages.parallel.placement import place
     from stages.resharding.plan import plan_reshard
 
     model, train = model or trained_state(recipe), train or train_layout(recipe)

@@ -26,7 +26,6 @@ from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
-from stages.engines.strategies import Ranks
 from stages.external_checks import Terms, fingerprint
 from stages.models import (
     Tokenizer,
@@ -37,6 +36,7 @@ from stages.models import (
     model_skeleton,
     weight_shapes,
 )
+from stages.parallel.options import Ranks
 from stages.prompts.conversations import chosen_template
 from stages.weights.manifest import verify_part
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore

@@ -18,8 +18,8 @@ from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import ASSUMED, Costs
 from orchestration.simulation.mock_costs import prompt_tokens_of
-from stages.engines.costs import Step, sent
-from stages.engines.strategies import Ranks
+from stages.parallel.costs import Step, sent
+from stages.parallel.options import Ranks
 
 BETWEEN_STEPS = 0.2  # seconds: claims, commits and the step's event of some thousand samples
 BETWEEN_STEPS_SOURCE = f"{BETWEEN_STEPS:g} s between two steps, as assumed"

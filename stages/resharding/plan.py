@@ -24,7 +24,7 @@ from math import prod
 
 import torch
 
-from stages.resharding.layout import Box, Layout, ModelState, Piece, Placement, intersect, subtract
+from stages.parallel.placement import Box, Layout, ModelState, Piece, Placement, intersect, subtract
 
 BUCKET_BYTES = 4 * 2**20  # gloo is as fast with these as with larger ones
 _CRUMB = 64  # the rest of a bucket is left empty when it is less than bucket_bytes / _CRUMB

@@ -31,8 +31,8 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.protocols import UndoableEngine
-from stages.engines.strategies import Ranks
 from stages.flow.catalogue import TOKEN_STALENESS
+from stages.parallel.options import Ranks
 from stages.training.ranks import RankGroup, RankWorker, train_batch
 
 

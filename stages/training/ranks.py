@@ -32,8 +32,8 @@ from stages.algorithms.interface import AGES
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.plans import GroupShape, deal
 from stages.engines.protocols import TrainEngine, UndoableEngine
-from stages.engines.strategies import Ranks
 from stages.flow.catalogue import AGE, MASK, STALENESS, TOKEN_STALENESS, VERSIONS
+from stages.parallel.options import Ranks
 from stages.training.device_lease import DeviceLease
 from stages.weights.store import Published, Publisher, joined, probed
 

@@ -34,8 +34,8 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.protocols import TrainEngine, UndoableEngine
-from stages.engines.strategies import Ranks
 from stages.flow.catalogue import TOKEN_STALENESS
+from stages.parallel.options import Ranks
 from stages.rewards.scores import has_failed, has_reward
 from stages.sample_log import Recorder, Sample
 from stages.training.critic import CriticOrders

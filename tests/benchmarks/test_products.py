@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import Qwen3MoeConfig
 
 from benchmarks.products import Machine, Model, best, main
-from stages.engines.strategies import Ranks
+from stages.parallel.options import Ranks
 
 CONFIG = Qwen3MoeConfig(
     hidden_size=512,

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestration.run.engines import _torch_train
 from stages.engines.protocols import TrainEngine
-from stages.engines.strategies import Ranks
+from stages.parallel.options import Ranks
 
 
 class Deaths(TorchDispatchMode):

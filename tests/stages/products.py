@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.parallel import model_of as larger_model
 from stages.adapters.options import AdapterOptions
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine, placement
 from stages.engines.torch.train import TorchTrainEngine
 from stages.flow.catalogue import ROUTED
-from stages.resharding.layout import Layout, model_state, place
+from stages.parallel.options import Ranks
+from stages.parallel.placement import Layout, model_state, place
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
 from tests.allocations import Allocations

@@ -29,7 +29,6 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO
 from stages.algorithms.supervised.dpo import DPO
 from stages.engines.plans import GroupShape, deal
-from stages.engines.strategies import Ranks
 from stages.engines.torch import layers as torch_layers
 from stages.engines.torch import sharded as torch_sharded
 from stages.engines.torch.critic import ShardedCriticEngine, TorchCriticEngine
@@ -38,7 +37,8 @@ from stages.engines.torch.layers import rms_norm
 from stages.engines.torch.sharded import ShardedTrainEngine, _whole, placement
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import model_skeleton
-from stages.resharding.layout import Layout, model_state, place
+from stages.parallel.options import Ranks
+from stages.parallel.placement import Layout, model_state, place
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
 from stages.weight_files import WeightFiles, in_one_dtype

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestration.recipe.model_files import experts_of
-from stages.engines.strategies import STRATEGIES
+from stages.parallel.options import STRATEGIES
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe

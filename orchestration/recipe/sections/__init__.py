@@ -40,9 +40,9 @@ from stages.algorithms.registry import built_in
 from stages.engines.bounds import LEAST, LEAST_TRAINED, MOST_TEMPERATURE
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
-from stages.engines.strategies import Strategies
 from stages.flow.catalogue import Truncated
 from stages.json_schema import key, only_where, schema_of, unit
+from stages.parallel.options import Strategies
 
 
 class LoraSection(Section):

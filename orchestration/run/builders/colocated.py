@@ -11,7 +11,7 @@ from orchestration.run.builders.job import Work
 from orchestration.run.builders.rollout import held_out_prompts, make_rollout
 from orchestration.run.builders.update import UpdateJob
 from orchestration.run.engines import colocated_engine, probe_rule
-from stages.engines.strategies import Ranks
+from stages.parallel.options import Ranks
 from stages.resharding.swap import empty
 from stages.training.colocated import Turn
 from stages.training.shared_device import SharedDevice

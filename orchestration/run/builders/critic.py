@@ -11,8 +11,8 @@ from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job, Work
 from orchestration.run.engines import critic_engine
 from stages.algorithms import NamedAlgorithm
-from stages.engines.strategies import Ranks
 from stages.inference.scores import Values
+from stages.parallel.options import Ranks
 from stages.training.critic import CriticOrders, CriticRank, CriticWorker
 from stages.training.ranks import RankGroup, RankWorker
 

@@ -26,7 +26,7 @@ from pipeline.controller import Controller
 from pipeline.events import CheckpointEvent
 from pipeline.spans import Spans
 from stages.algorithms.batch import trained_columns
-from stages.engines.strategies import Ranks
+from stages.parallel.options import Ranks
 from stages.sample_log import FOLDER, Recorder, SampleLog
 from stages.training import skipped
 from stages.training.critic import CriticOrders

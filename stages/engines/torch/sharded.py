@@ -44,7 +44,6 @@ from stages import device as devices
 from stages.adapters.export import ADAPTER, base_weights, save_adapter, write_merged
 from stages.adapters.options import AdapterOptions
 from stages.adapters.training import fill_adapters
-from stages.engines.strategies import ContextParallel, Ranks, fits_ulysses
 from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import own_slice
@@ -55,7 +54,8 @@ from stages.engines.torch.parallel.pipeline import Pipeline, keep_own
 from stages.engines.torch.parallel.tensor import cut_matrices
 from stages.engines.torch.train import Result, TorchTrainEngine, take_over
 from stages.models import checkpoint_tensors, write_checkpoint
-from stages.resharding.layout import Layout, ModelState, Placement, place
+from stages.parallel.options import ContextParallel, Ranks, fits_ulysses
+from stages.parallel.placement import Layout, ModelState, Placement, place
 from stages.weight_files import WeightFiles, materialize
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
+from stages.parallel.options import Ranks
 from tests.batches import make_batch
 from tests.ranks import of_product
 from tests.stages import sharded

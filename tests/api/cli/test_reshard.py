@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from api.cli import main as cli
 from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import reshard_plan, turns
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import placement
 from stages.models import load_config
-from stages.resharding.layout import Layout, model_state, place
+from stages.parallel.options import Ranks
+from stages.parallel.placement import Layout, model_state, place
 from stages.resharding.plan import adamw_bytes, memory, plan_reshard
 from tests.stages.resharding.models import SMALL, moe_config
 

@@ -18,9 +18,9 @@ from orchestration.run.engines import tokenizer_of
 from orchestration.run.run import Run
 from orchestration.run.storage import store as stores
 from orchestration.run.storage.store import CheckpointStore, StoreRefused
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
+from stages.parallel.options import Ranks
 from stages.weights import manifest
 from stages.weights.manifest import FilesDamaged
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained

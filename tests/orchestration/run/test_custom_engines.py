@@ -14,7 +14,7 @@ from orchestration.run.engines import reference_engine, rollout_engine, train_en
 from orchestration.run.run import Run
 from orchestration.run.worker import FATAL
 from stages.engines.registry import ENTRY_POINTS, EngineUnknown, Side
-from stages.engines.strategies import Ranks
+from stages.parallel.options import Ranks
 from tests.orchestration.runs import TINY, complete, recipe
 from tests.stages.engines.counting import CountingTrainEngine
 from tests.stages.engines.echo import EchoRolloutEngine

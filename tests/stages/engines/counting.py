@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from orchestration.recipe.schema import Recipe
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
-from stages.engines.strategies import Ranks
+from stages.parallel.options import Ranks
 
 
 class CountingTrainEngine(MockTrainEngine):

@@ -12,9 +12,9 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
 from stages.engines.protocols import TrainEngine
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine, join
 from stages.engines.torch.train import TorchTrainEngine
+from stages.parallel.options import Ranks
 from tests.batches import make_batch
 from tests.stages.engines.contract_train import TrainEngineContract
 from tests.stages.sharded import OPTIONS, model_of

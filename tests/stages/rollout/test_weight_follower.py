@@ -21,10 +21,10 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams, SwapTimes, WeightMismatch
-from stages.engines.strategies import Ranks
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_model, tiny_tokenizer
+from stages.parallel.options import Ranks
 from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, WeightFollower
 from stages.training.ranks import RankGroup, RankWorker

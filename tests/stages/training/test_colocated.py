@@ -17,9 +17,9 @@ from pipeline.spans import Spans
 from pipeline.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.strategies import Ranks
 from stages.flow.catalogue import catalogue
 from stages.flow.resolver import resolve
+from stages.parallel.options import Ranks
 from stages.resharding.swap import State
 from stages.training.colocated import Turn
 from stages.training.ranks import RankGroup, RankWorker

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import prove
+from stages.parallel.options import Ranks
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from pipeline.index.client import Index, IndexRefused
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.strategies import Ranks
+from stages.parallel.options import Ranks
 from stages.training.ranks import RankGroup, RankWorker
 from stages.weights.store import WeightStore, probed
 from tests.batches import unstack

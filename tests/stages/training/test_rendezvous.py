@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import join
+from stages.parallel.options import Ranks
 from stages.training.rendezvous import Rendezvous, join_rendezvous
 from stages.weights.secret_socket import ProofRefused
 from tests.machines import two_machines

@@ -13,8 +13,8 @@ import torch
 
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.strategies import Ranks
 from stages.flow.catalogue import MASK
+from stages.parallel.options import Ranks
 from stages.training.critic import CriticOrders, CriticRank, CriticWorker
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from stages.engines.strategies import Ranks
-from stages.resharding.layout import Layout
+from stages.parallel.options import Ranks
+from stages.parallel.placement import Layout
 
 
 class Meshes:
@@ -20,7 +20,7 @@ class Meshes:
     context-parallel ranks count as data-parallel ones. ``outside``: those that divide the stage's other weights, with
     tensor-parallel ranks among them. ``tp``: None for one rank. ``replicas``: one rank of each share of the batch, with
     this rank's part of them. ``ep``: None for one rank. ``experts``: those that divide the experts of one rank of ``ep``,
-    in the order of :mod:`stages.resharding.layout`; dimensions as those of ``layers``. ``cp``: those that divide the
+    in the order of :mod:`stages.parallel.placement`; dimensions as those of ``layers``. ``cp``: those that divide the
     tokens of this rank's replica; None for one rank. ``pipes``: two groups of the same ranks, one of each pipeline stage.
     """
 

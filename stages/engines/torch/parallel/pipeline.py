@@ -3,7 +3,7 @@
     embeddings ▸ layers ─ hidden states [1, S, H] ─▶ layers ─▶ … ─▶ layers ▸ norm ▸ head ▸ loss
                         ◀───── their gradients ────
 
-Every rank of a replica knows the tokens S of each micro-batch and the order of all ranks (stages/engines/schedules.py), so
+Every rank of a replica knows the tokens S of each micro-batch and the order of all ranks (stages/parallel/schedules.py), so
 hidden states are sent as they are, without padding and without their shapes, and received in the order in which they are
 sent. A virtual stage is the model's own decoder with other modules in the places of those that other ranks have.
 """
@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from stages.engines.schedules import Action, filled, holder, orders
-from stages.engines.strategies import Ranks
 from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.deferred import DeferredGradients
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.passes import Outputs, Packing, Passes, Value, idle_batch
-from stages.resharding.layout import model_state, stage_layers
+from stages.parallel.options import Ranks
+from stages.parallel.placement import model_state, stage_layers
+from stages.parallel.schedules import Action, filled, holder, orders
 
 SHARED_BYTES = 64 * 2**10  # of what the last stage tells the others, as JSON
 

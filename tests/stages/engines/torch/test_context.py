@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
+from stages.parallel.options import Ranks
 from tests.ranks import of_product
 from tests.stages.products import bytes_of_long_rows, of_context, replayed
 from tests.stages.sharded import OPTIONS, model_of

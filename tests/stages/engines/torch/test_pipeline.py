@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from stages.adapters.options import AdapterOptions
-from stages.engines.schedules import filled, orders, slots
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
-from stages.resharding.layout import Layout, LayoutError
+from stages.parallel.options import Ranks
+from stages.parallel.placement import Layout, LayoutError
+from stages.parallel.schedules import filled, orders, slots
 from tests.ranks import of_product
 from tests.stages.products import of_stages, replayed, swapped_stages
 from tests.stages.sharded import OPTIONS, critic_steps, model_of, opened, value_steps, weights_of

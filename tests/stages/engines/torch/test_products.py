@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.strategies import Ranks
 from stages.engines.torch.train import TorchTrainEngine
+from stages.parallel.options import Ranks
 from tests.batches import make_batch
 from tests.ranks import of_product
 from tests.stages.products import after_steps, first_step, name_of, of_tokens

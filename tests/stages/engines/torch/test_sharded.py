@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from orchestration.run.checkpoint import Checkpoint, Writer
 from stages.engines.plans import GroupShape, deal
-from stages.engines.strategies import Ranks
 from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 from stages.engines.torch.parallel.tensor import cuts
 from stages.engines.torch.sharded import fused
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
-from stages.resharding.layout import model_state
+from stages.parallel.options import Ranks
+from stages.parallel.placement import model_state
 from tests.batches import make_batch
 from tests.ranks import of_product, on_ranks
 from tests.stages.products import name_of

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from stages.engines.schedules import filled, holder
-from stages.engines.strategies import ContextParallel, Ranks
 from stages.engines.torch.sharded import placement
-from stages.resharding.layout import Layout, ModelState
+from stages.parallel.options import ContextParallel, Ranks
+from stages.parallel.placement import Layout, ModelState
+from stages.parallel.schedules import filled, holder
 
 
 @dataclass(frozen=True)

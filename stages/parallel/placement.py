@@ -30,7 +30,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from stages.engines.schedules import Kind, holder
+from stages.parallel.schedules import Kind, holder
 
 Range = tuple[int, int]
 Box = tuple[Range, ...]  # start and end along each dimension; () is the box of a scalar
@@ -485,7 +485,7 @@ def _check(model: ModelState, layout: Layout) -> None:
             if not parameter.rule_known:
                 raise LayoutError(
                     f"tp: {layout.tp}, but how tensor parallelism cuts {parameter.name} {list(parameter.shape)} is "
-                    "not known; use tp=1, or add its rule to stages/resharding/layout.py"
+                    "not known; use tp=1, or add its rule to stages/parallel/placement.py"
                 )
 
 

@@ -4,7 +4,7 @@
 
 Pipeline stages are outermost and tensor-parallel ranks neighbours. The data-parallel ranks are ``dp_replicate`` copies of
 ``dp / dp_replicate`` shards. Experts are dealt over the ranks of a stage in an order of their own: see
-:mod:`stages.resharding.layout`.
+:mod:`stages.parallel.placement`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from stages.engines.schedules import Kind
 from stages.json_schema import key, unit
+from stages.parallel.schedules import Kind
 
 ContextParallel = Literal["ulysses", "ring"]
 Count = Annotated[int, Field(ge=1), unit("ranks")]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
-from stages.resharding.layout import (
+from stages.parallel.placement import (
     Layout,
     LayoutError,
     ModelState,
