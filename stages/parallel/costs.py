@@ -9,13 +9,11 @@ not grow with the model. So are sums of the gradients of norms and routers over 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
-from stages.engines.torch.sharded import placement
-from stages.parallel.options import ContextParallel, Ranks
-from stages.parallel.placement import Layout, ModelState
-from stages.parallel.schedules import filled, holder
+from stages.parallel.layout import Layout, RankCoordinates
+from stages.parallel.placement import ModelState, train_placement
 
 
 @dataclass(frozen=True)
@@ -34,49 +32,70 @@ class Step:
     reduced: int = 4
 
 
-def sent(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel = "ulysses") -> dict[str, float]:
-    """Bytes that a rank sends in ``step``, by strategy, with tokens that are spread evenly over experts; strategies of one
-    rank are left out. Of tied embeddings the sum over pipeline stages is left out, too."""
-    passes = filled(ranks.pp, ranks.vpp, len(step.tokens), ranks.pipeline)
-    tokens, kinds = sum(step.tokens) / ranks.cp, _kinds(model)
+def sent(model: ModelState, at: RankCoordinates, step: Step) -> dict[str, float]:
+    """Bytes that the rank at ``at`` sends in ``step``, by strategy, with tokens that are spread evenly over experts;
+    strategies of one rank are left out. Of tied embeddings the sum over pipeline stages is left out, too."""
+    layout = at.layout
+    passes = layout.filled(len(step.tokens))
+    tokens = sum(step.tokens) / layout.cp
+    kinds = _kinds(model)
     layer_of = {tensor.name: model.by_name[tensor.parts[0]].layer for tensor in model.tensors}
-    numbers, of_kind = dict.fromkeys(kinds.values(), 0), dict[str, set[int | None]]()  # of a shard; and layers
-    for tensor in placement(model, ranks).ranks[ranks.rank]:
-        numbers[kinds[tensor.name]] += tensor.nbytes // tensor.dtype.itemsize
-        of_kind.setdefault(kinds[tensor.name], set()).add(layer_of[tensor.name])
+    numbers = dict.fromkeys(kinds.values(), 0)  # of a shard
+    layers_of_kind: dict[str, set[int | None]] = {}
+    for tensor in train_placement(model, layout).ranks[at.rank]:
+        kind = kinds[tensor.name]
+        numbers[kind] += tensor.nbytes // tensor.dtype.itemsize
+        layers_of_kind.setdefault(kind, set()).add(layer_of[tensor.name])
     layers, outside, experts = (numbers.get(kind, 0) for kind in ("layers", "outside", "experts"))
-    here, routed = (len(of_kind.get(kind, ())) for kind in ("layers", "experts"))
-    shards = ranks.dp // ranks.dp_replicate * ranks.cp
-    of_expert = Layout(ranks.dp_replicate, shards, ranks.tp, ranks.ep, etp=1).expert_shard
-    same = ranks.of_stage // (ranks.ep * of_expert)
+    here, routed = (len(layers_of_kind.get(kind, ())) for kind in ("layers", "experts"))
+    gathered = (layout.fsdp - 1) * layers + (layout.expert_shard - 1) * experts
+    gathered_outside = (layout.fsdp * layout.tp - 1) * outside
+    copied = _all_reduce(layout.dp_replicate, layers + outside) + _all_reduce(layout.expert_copies, experts)
     moved = tokens * step.width * step.item  # by a layer that passes on all of them
-    first, last = ranks.stage == 0, ranks.stage == ranks.pp - 1
-    is_last = ranks.stage == holder(ranks.pp * ranks.vpp - 1, ranks.pp, ranks.pipeline)
-    ends = 2 * (first + last) if ranks.pipeline == "zbv" else first + is_last  # passes whose results stay on the rank
-    found = {
-        "dp": passes * ((shards - 1) * layers + (of_expert - 1) * experts) * (2 * step.item + step.reduced)
-        + passes * (shards * ranks.tp - 1) * outside * (ranks.vpp * step.item + step.reduced),
-        "dp_replicate": passes
-        * step.reduced
-        * (_all_reduce(ranks.dp_replicate, layers + outside) + _all_reduce(same, experts)),
-        "tp": (4 * here - 2 * routed + is_last / 2) * _all_reduce(ranks.tp, moved),
-        "ep": routed * 4 * (ranks.ep - 1) / ranks.ep * moved * step.chosen / ranks.tp,
-        "cp": here * _attention(model, ranks, step, method) if ranks.cp > 1 else 0.0,
-        "pp": (2 * ranks.vpp - ends) * moved / ranks.tp if ranks.pp > 1 else 0.0,
+    is_first, is_last = at.stage == 0, at.stage == layout.last_stage
+    ends = is_first + is_last  # passes whose results stay on the rank
+    if layout.defers_gradients:
+        ends = 2 * (is_first + (at.stage == layout.pp - 1))
+    nbytes = {
+        "dp": passes * gathered * (2 * step.item + step.reduced)
+        + passes * gathered_outside * (layout.vpp * step.item + step.reduced),
+        "dp_replicate": passes * step.reduced * copied,
+        "tp": (4 * here - 2 * routed + is_last / 2) * _all_reduce(layout.tp, moved),
+        "ep": routed * 4 * (layout.ep - 1) / layout.ep * moved * step.chosen / layout.tp,
+        "cp": here * _attention(model, layout, step) if layout.cp > 1 else 0.0,
+        "pp": (2 * layout.vpp - ends) * moved / layout.tp if layout.pp > 1 else 0.0,
     }
-    return {name: nbytes for name, nbytes in found.items() if nbytes}
+    return {name: size for name, size in nbytes.items() if size}
 
 
-def _attention(model: ModelState, ranks: Ranks, step: Step, method: ContextParallel) -> float:
+def spans(layout: Layout) -> dict[str, int]:
+    """Neighbouring ranks among which each strategy sends."""
+    of_stage = dict.fromkeys(("dp", "dp_replicate"), layout.stage_ranks)
+    return of_stage | {"tp": layout.tp, "cp": layout.tp * layout.cp, "ep": layout.ep, "pp": layout.world}
+
+
+def waited_for(model: ModelState, layout: Layout, step: Step) -> list[tuple[float, int]]:
+    """Bytes that the first rank sends in ``step`` while it does not compute, and the span of ranks among which: all but
+    those of weights and their gradients."""
+    # What is waited for does not depend on more data-parallel ranks than share out the experts.
+    few = replace(layout, dp_replicate=1, dp_shard=min(layout.replicas, layout.ep))
+    span_of = spans(layout)
+    by_strategy = sent(model, few.coordinates(0), step).items()
+    return [(nbytes, span_of[name]) for name, nbytes in by_strategy if name not in ("dp", "dp_replicate")]
+
+
+def _attention(model: ModelState, layout: Layout, step: Step) -> float:
     """Bytes that a context-parallel rank sends for a layer's attention, forward and backward."""
-    heads, kv_heads, tokens = model.heads // ranks.tp, model.kv_heads // ranks.tp, sum(step.tokens) / ranks.cp
-    if method == "ulysses":
-        exchanged = 2 * (heads + lcm(kv_heads, ranks.cp)) * step.head * tokens  # queries and outputs, keys and values
-        return 2 * (ranks.cp - 1) / ranks.cp * exchanged * step.item
-    prompts = step.prompts / ranks.cp
-    of_prompts, of_rows = (2 * kv_heads * step.head * some for some in (prompts, tokens - prompts))
-    again = 2 * (ranks.cp - 1) * (of_prompts + of_rows) * step.item  # keys and values go around in both passes
-    return again + ((ranks.cp - 1) * of_prompts + ranks.cp * of_rows) * max(step.item, 4)
+    cp = layout.cp
+    heads, kv_heads = model.heads // layout.tp, model.kv_heads // layout.tp
+    tokens = sum(step.tokens) / cp
+    if layout.context_parallel == "ulysses":
+        exchanged = 2 * (heads + lcm(kv_heads, cp)) * step.head * tokens  # queries and outputs, keys and values
+        return 2 * (cp - 1) / cp * exchanged * step.item
+    prompts = step.prompts / cp
+    of_prompts, of_rows = (2 * kv_heads * step.head * count for count in (prompts, tokens - prompts))
+    again = 2 * (cp - 1) * (of_prompts + of_rows) * step.item  # keys and values go around in both passes
+    return again + ((cp - 1) * of_prompts + cp * of_rows) * max(step.item, 4)
 
 
 def _kinds(model: ModelState) -> dict[str, str]:

@@ -1,28 +1,61 @@
-"""Parallel strategies of a train engine: how many ranks divide its work, and along what.
+"""Keys of a recipe that say how many ranks an engine has, and along what they divide its work.
 
-    rank = ((stage · dp + replica) · cp + part of the sequences) · tp + part of the matrices
-
-Pipeline stages are outermost and tensor-parallel ranks neighbours. The data-parallel ranks are ``dp_replicate`` copies of
-``dp / dp_replicate`` shards. Experts are dealt over the ranks of a stage in an order of their own: see
-:mod:`stages.parallel.placement`.
+Sections with such keys have ``layout``, the one object that everything else reads (stages/parallel/layout.py).
+What checks and estimates ask of a section before its layout is known to be valid stands here as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
 from stages.json_schema import key, unit
+from stages.parallel.layout import ContextParallel, Layout
 from stages.parallel.schedules import Kind
 
-ContextParallel = Literal["ulysses", "ring"]
 Count = Annotated[int, Field(ge=1), unit("ranks")]
+STRATEGIES = ("dp", "tp", "dp_replicate", "pp", "vpp", "cp", "ep", "pipeline", "context_parallel")
 
 
-class Strategies(BaseModel):
+class RankSizes(BaseModel):
+    """What a section knows of its ranks, by those of the keys ``STRATEGIES`` that it has."""
+
+    @property
+    def layout(self) -> Layout:
+        """Raises :class:`~stages.parallel.layout.LayoutError` for sizes that do not fit each other."""
+        return Layout.for_training(**{name: getattr(self, name) for name in STRATEGIES if hasattr(self, name)})
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return prod(getattr(self, name, 1) for name in ("dp", "tp", "pp", "cp"))
+
+    @property
+    def replicas(self) -> int:
+        """Shares of a step's rows."""
+        return getattr(self, "dp", 1)
+
+    @property
+    def cuts_matrices(self) -> bool:
+        return getattr(self, "tp", 1) > 1
+
+    @property
+    def has_stages(self) -> bool:
+        return getattr(self, "pp", 1) > 1
+
+    def tokens_of_pass(self, budget: int) -> int:
+        """The most that a pass has with a ``budget`` for each of the ranks that divide its tokens."""
+        return budget * getattr(self, "cp", 1)
+
+    def tokens_of_rank(self, tokens: int) -> int:
+        """The most that a context-parallel rank has of so many ``tokens``."""
+        return -(-tokens // getattr(self, "cp", 1))
+
+
+class Strategies(RankSizes):
     """Keys of a section whose engine may have several ranks."""
 
     dp: Count = key(1, "Data-parallel ranks, which divide a step's rows and each layer's weights (FSDP2).")
@@ -63,74 +96,16 @@ class Strategies(BaseModel):
     )
 
     @property
-    def ranks(self) -> int:
-        """Processes that train together."""
-        return prod(getattr(self, name, 1) for name in ("dp", "tp", "pp", "cp"))
-
-    @property
     def shards(self) -> int:
         """Of them, so many divide the weights; the others hold copies."""
         return self.ranks // self.dp_replicate
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """``rank`` of those of a train engine. Ranks of one replica take the same rows of the batch. ``cp`` ranks divide each
-    row's tokens, ``pp`` stages the layers, each in ``vpp`` parts, and ``ep`` ranks the experts.
-
-    >>> ranks = Ranks(5, dp=2, tp=2, pp=2)
-    >>> ranks.world, ranks.stage, ranks.replica
-    (8, 1, 0)
-    """
-
-    rank: int
-    dp: int = 1
-    tp: int = 1
-    dp_replicate: int = 1
-    pp: int = 1
-    vpp: int = 1
-    cp: int = 1
-    ep: int = 1
-    pipeline: Kind = "auto"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world:
-            raise ValueError(f"rank: {self.rank} of {self.world}; ranks are counted from 0")
-        if self.dp % self.dp_replicate:
-            raise ValueError(f"dp_replicate: {self.dp_replicate} does not divide dp = {self.dp}; use a divisor of it")
-        if self.pipeline == "zbv" and (self.pp == 1 or self.vpp != 2):
-            raise ValueError(
-                f"pipeline: 'zbv' with pp = {self.pp}, vpp = {self.vpp}; use pp > 1 and vpp = 2, or 'auto'"
-            )
-
-    @classmethod
-    def of(cls, rank: int, chosen: Any) -> Ranks:
-        """Rank ``rank`` of the ranks that a section has chosen."""
-        return cls(rank, **{name: getattr(chosen, name) for name in STRATEGIES if hasattr(chosen, name)})
-
-    @property
-    def world(self) -> int:
-        return self.pp * self.of_stage
-
-    @property
-    def of_stage(self) -> int:
-        """Ranks of one pipeline stage."""
-        return self.dp * self.cp * self.tp
-
-    @property
-    def stage(self) -> int:
-        """The pipeline stage of this rank."""
-        return self.rank // self.of_stage
-
-    @property
-    def replica(self) -> int:
-        """The share of the batch that this rank takes, of ``dp``."""
-        return self.rank // (self.cp * self.tp) % self.dp
+def critic_layout(critic: RankSizes, train: Strategies) -> Layout:
+    """The layout of a critic's ranks, which compute attention as those of the policy's trainer do."""
+    return replace(critic.layout, context_parallel=train.context_parallel)
 
 
 def fits_ulysses(heads: int, tp: int, cp: int) -> bool:
     """Whether ``cp`` ranks can share evenly the ``heads`` of queries that each of ``tp`` ranks has."""
     return heads % (tp * cp) == 0
-
-
-STRATEGIES = ("dp", "tp", "dp_replicate", "pp", "vpp", "cp", "ep", "pipeline")

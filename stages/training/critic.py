@@ -32,7 +32,6 @@ from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.protocols import UndoableEngine
 from stages.flow.catalogue import TOKEN_STALENESS
-from stages.parallel.options import Ranks
 from stages.training.ranks import RankGroup, RankWorker, train_batch
 
 
@@ -102,7 +101,7 @@ class CriticWorker:
         begin: Callable[[], None],
         rank_group: RankGroup | None = None,
     ) -> None:
-        self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
+        self.rank_group = rank_group or RankGroup(dock.index)
         self.dock, self.engine, self.algorithm, self.orders = dock, engine, algorithm, orders
         self.trained, self._save, self._begin = version, save, begin
         self.computing = asyncio.Lock()  # the engine takes one call at a time

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from stages.adapters.options import AdapterOptions
 from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
-from stages.parallel.options import Ranks
-from stages.parallel.placement import Layout, LayoutError
+from stages.parallel.layout import Layout, LayoutError
 from stages.parallel.schedules import filled, orders, slots
 from tests.ranks import of_product
 from tests.stages.products import of_stages, replayed, swapped_stages
@@ -60,12 +59,12 @@ def test_zero_bubbles_leave_a_third_of_what_interleaved_stages_wait(pp: int) -> 
 def test_deferred_gradients_are_refused_where_they_cannot_be() -> None:
     for wrong in ({}, {"pp": 2}, {"pp": 2, "vpp": 3}, {"vpp": 2}):
         with pytest.raises(ValueError, match="pipeline: 'zbv'"):
-            Ranks(0, pipeline="zbv", **wrong)
+            Layout.for_training(pipeline="zbv", **wrong).coordinates(0)
         with pytest.raises(LayoutError, match="pipeline: 'zbv'"):
             Layout(pipeline="zbv", **wrong)
     adapters = AdapterOptions(rank=4, alpha=8, targets=(), seed=0, dtype="float32")
     with pytest.raises(ValueError, match="adapters freeze"):
-        ShardedTrainEngine(model_of("llama-5"), Ranks(0, **ZBV), **OPTIONS, adapters=adapters)
+        ShardedTrainEngine(model_of("llama-5"), Layout.for_training(**ZBV).coordinates(0), **OPTIONS, adapters=adapters)
 
 
 @pytest.mark.parametrize("stages", [STAGES, ZBV], ids=["interleaved", "zbv"])
