@@ -262,9 +262,7 @@ def _vllm_rollout(
     )
 
 
-def train_engine(
-    recipe: Recipe, coordinates: RankCoordinates | None = None, meeting: Store | None = None
-) -> TrainEngine:
+def train_engine(recipe: Recipe, coordinates: RankCoordinates = ALONE, meeting: Store | None = None) -> TrainEngine:
     """Make the engine that ``train.engine`` names: the whole engine, or the rank of it at ``coordinates``. Ranks make this
     call together, and find each other in the store ``meeting``."""
     match recipe.train.engine:
@@ -275,7 +273,7 @@ def train_engine(
             from stages.engines.mock.options import MockTrainOptions
 
             return MockTrainEngine(MockTrainOptions(**recipe.train.mock), seed=recipe.seed)
-    engine: TrainEngine = _by_factory("train", recipe, TrainEngine, ranks=coordinates or ALONE, meeting=meeting)
+    engine: TrainEngine = _by_factory("train", recipe, TrainEngine, ranks=coordinates, meeting=meeting)
     return engine
 
 
@@ -304,7 +302,7 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
 
 
 def critic_engine(
-    recipe: Recipe, coordinates: RankCoordinates | None = None, meeting: Store | None = None
+    recipe: Recipe, coordinates: RankCoordinates = ALONE, meeting: Store | None = None
 ) -> TorchCriticEngine:
     """Make the critic's engine: its model is ``critic.source``, or that of the policy as the run begins.
     ``coordinates``, ``meeting``: as for :func:`train_engine`."""
@@ -320,18 +318,18 @@ def critic_engine(
     options["device"] = devices.select(critic.device or recipe.train.device)
     head = Path(source) / VALUE_HEAD if source else None
     options["head"] = head if head and head.is_file() else None
-    if coordinates is None:
+    if coordinates.world == 1:
         return TorchCriticEngine(_model(named, dtype=recipe.trained_dtype)[0], **options)
     return ShardedCriticEngine(**_of_rank(named, recipe.trained_dtype, coordinates, meeting), **options)
 
 
-def _torch_train(recipe: Recipe, coordinates: RankCoordinates | None, meeting: Store | None) -> TrainEngine:
+def _torch_train(recipe: Recipe, coordinates: RankCoordinates, meeting: Store | None) -> TrainEngine:
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "adapters": recipe.adapters}
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
     options["vocabulary"] = _known_vocabulary(recipe)
     options["undoable"] = recipe.trains_critic  # which may skip a batch that the policy has trained on
     dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype  # of the model: a frozen one is not trained
-    if coordinates is None:
+    if coordinates.world == 1:
         from stages.engines.torch.train import TorchTrainEngine
 
         return TorchTrainEngine(_model(recipe, dtype=dtype)[0], **options)

@@ -14,8 +14,7 @@ layout (stages/engines/torch/parallel/mesh.py), and takes the layout as an argum
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from stages.parallel.schedules import Action, Kind, filled, holder, orders
@@ -32,14 +31,6 @@ _WORDS: dict[str, Any] = {
 }
 """Fields of a layout that are no number of ranks."""
 
-_MESH_OF: dict[Axis, str] = {
-    "dp": "replicas",
-    "cp": "context",
-    "tp": "layers",
-    "ep": "experts",
-    "pp": "stages",
-}
-
 
 class LayoutError(ValueError):
     """A layout that is not valid or does not fit its model. Names the field, the value and the fix."""
@@ -54,11 +45,20 @@ class Layout:
     (8, 1, 0)
     """
 
+    pp: int = 1
+    """Pipeline stages, each of which has some of the layers."""
+
+    vpp: int = 1
+    """Parts of the layers that each stage has."""
+
     dp_replicate: int = 1
     """Copies of the weights (HSDP)."""
 
     dp_shard: int = 1
     """Ranks that split dimension 0 of what tensor parallelism left (FSDP2, ZeRO-3)."""
+
+    cp: int = 1
+    """Ranks that divide the tokens of each micro-batch."""
 
     tp: int = 1
     """Ranks that split the columns or rows of matrices."""
@@ -69,41 +69,30 @@ class Layout:
     etp: int | None = None
     """Ranks that split each expert. None: ``tp`` while ``ep`` is 1, else 1."""
 
-    pp: int = 1
-    """Pipeline stages, each of which has some of the layers."""
-
-    vpp: int = 1
-    """Parts of the layers that each stage has."""
-
     pipeline: Kind = "auto"
     """Order of passes through the pipeline."""
 
     ep_order: ExpertOrder = "inner"
     """``inner``: neighbours hold different experts (Megatron-Core, torchtitan, vLLM). ``outer``: the same."""
 
-    cp: int = 1
-    """Ranks that divide the tokens of each micro-batch."""
-
     context_parallel: ContextParallel = "ulysses"
-    """How they compute attention."""
+    """How context-parallel ranks compute attention."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _WORDS:
-                if value not in (known := get_args(_WORDS[field.name])):
-                    names = " or ".join(map(repr, known))
-                    raise LayoutError(f"{field.name}: {value!r} is unknown; use {names}")
+        for name, value in vars(self).items():
+            if name in _WORDS:
+                if value not in (known := get_args(_WORDS[name])):
+                    raise LayoutError(f"{name}: {value!r} is unknown; use {' or '.join(map(repr, known))}")
             elif not isinstance(value, int | None) or (value is not None and value < 1):
-                raise LayoutError(f"{field.name}: {value!r} is no number of ranks; use a whole number >= 1")
+                raise LayoutError(f"{name}: {value!r} is no number of ranks; use a whole number >= 1")
         if self.pipeline == "zbv" and (self.pp == 1 or self.vpp != 2):
             sizes = f"pp={self.pp},vpp={self.vpp}"
             raise LayoutError(f"pipeline: 'zbv' with {sizes}; use pp > 1 and vpp=2, or 'auto'")
-        shared = self.fsdp * self.tp if self.fsdp > 1 else self.dp_replicate * self.tp
-        among = "dp_shard · tp" if self.fsdp > 1 else "dp_replicate · tp"
+        among, ranks = ("dp_shard", self.fsdp) if self.fsdp > 1 else ("dp_replicate", self.dp_replicate)
+        shared = ranks * self.tp
         if shared % (self.ep * self.expert_tp):
             raise LayoutError(
-                f"ep: {self.ep} with etp = {self.expert_tp} does not divide the {shared} ranks of {among} that "
+                f"ep: {self.ep} with etp = {self.expert_tp} does not divide the {shared} ranks of {among} · tp that "
                 f"experts are dealt out to; use a divisor of {shared} for ep · etp"
             )
 
@@ -119,8 +108,8 @@ class Layout:
     def recipe_keys(self) -> dict[str, Any]:
         """The keys of a recipe's section from which :meth:`for_training` makes this layout."""
         not_keys = ("dp_shard", "etp", "ep_order")
-        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: size for name, size in sizes.items() if name not in not_keys} | {"dp": self.replicas}
+        keys = {name: size for name, size in vars(self).items() if name not in not_keys}
+        return {**keys, "dp": self.replicas}
 
     @property
     def beyond_train_engine(self) -> list[str]:
@@ -153,9 +142,7 @@ class Layout:
 
     @property
     def expert_tp(self) -> int:
-        if self.etp is not None:
-            return self.etp
-        return self.tp if self.ep == 1 else 1
+        return self.etp or (self.tp if self.ep == 1 else 1)
 
     @property
     def expert_shard(self) -> int:
@@ -225,19 +212,18 @@ class Layout:
     def meshes(self) -> dict[str, dict[str, int]]:
         """Meshes over all ranks of a train engine, by use: sizes by dimension, the outermost first.
 
-        ``layers``: the ranks that divide a layer's weights. ``outside``: those that divide a stage's other
-        weights, tensor-parallel ones among them. ``experts``: those that divide an expert, and share out all.
-        ``replicas``: the shares of a batch. ``context``: the parts of a micro-batch. ``stages``: the stages."""
-        pp = {"pp": self.pp}
-        copies = {"dp_replicate": self.dp_replicate}
-        return {
-            "layers": {**pp, **copies, "dp": self.fsdp, "tp": self.tp},
-            "outside": {**pp, **copies, "dp": self.fsdp * self.tp},
-            "experts": {**pp, "dp_replicate": self.expert_copies, "dp": self.expert_shard, "ep": self.ep},
-            "replicas": {**pp, "dp": self.replicas, "inner": self.cp * self.tp},
-            "context": {**pp, "dp": self.replicas, "cp": self.cp, "tp": self.tp},
-            "stages": {**pp, "dp": self.stage_ranks},
+        ``replicas``: the shares of a batch. ``context``: the parts of a micro-batch. ``layers``: the ranks that
+        divide a layer's weights. ``outside``: those that divide a stage's other weights, tensor-parallel ones among
+        them. ``experts``: those that divide an expert, and share out all. ``stages``: the pipeline stages."""
+        meshes = {
+            "replicas": {"dp": self.replicas, "inner": self.cp * self.tp},
+            "context": {"dp": self.replicas, "cp": self.cp, "tp": self.tp},
+            "layers": {"dp_replicate": self.dp_replicate, "dp": self.fsdp, "tp": self.tp},
+            "outside": {"dp_replicate": self.dp_replicate, "dp": self.fsdp * self.tp},
+            "experts": {"dp_replicate": self.expert_copies, "dp": self.expert_shard, "ep": self.ep},
+            "stages": {"dp": self.stage_ranks},
         }
+        return {use: {"pp": self.pp, **of_stage} for use, of_stage in meshes.items()}
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """The ranks of a train engine that ``rank`` shares ``axis`` with, itself among them.
@@ -246,7 +232,8 @@ class Layout:
         (5, 7)
         """
         stride = 1
-        for name, size in reversed(self.meshes[_MESH_OF[axis]].items()):
+        mesh = next(mesh for mesh in self.meshes.values() if axis in mesh)
+        for name, size in reversed(mesh.items()):
             if name == axis:
                 break
             stride *= size
@@ -254,11 +241,8 @@ class Layout:
         return tuple(range(first, first + size * stride, stride))
 
     def __str__(self) -> str:
-        numbers = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp")
-        items = [f"{name}={size}" for name in numbers if (size := getattr(self, name)) not in (None, 1)]
-        defaults = {field.name: field.default for field in fields(self)}
-        items += [f"{name}={word}" for name in _WORDS if (word := getattr(self, name)) != defaults[name]]
-        return ",".join(items) or "one rank"
+        sizes = [f"{name}={size}" for name, size in vars(self).items() if size not in (1, getattr(Layout, name))]
+        return ",".join(sizes) or "one rank"
 
 
 @dataclass(frozen=True)
@@ -289,7 +273,7 @@ class RankCoordinates:
         """Ranks of the layout."""
         return self.layout.world
 
-    @cached_property
+    @property
     def virtual_stages(self) -> list[int]:
         """The virtual stages that this rank has, in order."""
         layout = self.layout
@@ -299,7 +283,7 @@ class RankCoordinates:
 def parse_layout(text: str, side: Side) -> Layout:
     """Parse a layout such as ``dp=2,tp=2``. As in a recipe, ``dp`` is ``dp_shard`` for training and
     ``dp_replicate`` for generation. Raises :class:`LayoutError`."""
-    known = [field.name for field in fields(Layout)]
+    known = Layout.__dataclass_fields__
     values: dict[str, Any] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))

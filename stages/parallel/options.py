@@ -26,7 +26,7 @@ class RankSizes(BaseModel):
     @property
     def layout(self) -> Layout:
         """Raises :class:`~stages.parallel.layout.LayoutError` for sizes that do not fit each other."""
-        return Layout.for_training(**{name: getattr(self, name) for name in STRATEGIES if hasattr(self, name)})
+        return Layout.for_training(**self.model_dump(include=set(STRATEGIES)))
 
     @property
     def ranks(self) -> int:

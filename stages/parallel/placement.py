@@ -313,7 +313,6 @@ class LocalTensor:
 class Placement:
     """The local tensors of each rank."""
 
-    layout: Layout
     ranks: tuple[tuple[LocalTensor, ...], ...]
 
     @property
@@ -339,7 +338,7 @@ def place(model: ModelState, layout: Layout, *, names: Names = "hf", dtype: torc
             tensors_of_rank = (_local(model, at, tensor, dtype) for tensor in tensors)
             by_axes[axes] = tuple(local for local in tensors_of_rank if local is not None)
         ranks.append(by_axes[axes])
-    return Placement(layout, tuple(ranks))
+    return Placement(tuple(ranks))
 
 
 def train_placement(model: ModelState, layout: Layout) -> Placement:
@@ -353,7 +352,7 @@ def train_placement(model: ModelState, layout: Layout) -> Placement:
     for of_layers, others in zip(layers.ranks, rest.ranks, strict=True):
         pairs = zip(of_layers, others, strict=True)
         ranks.append(tuple(layer if layer.name in in_layers else other for layer, other in pairs))
-    return Placement(layout, tuple(ranks))
+    return Placement(tuple(ranks))
 
 
 def fused(model: ModelState) -> str:

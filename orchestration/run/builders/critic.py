@@ -32,7 +32,7 @@ class CriticJob(Job):
         life = await self.index.get("ranks:update") or ""  # put there by the supervisor
         rank_group = RankGroup(self.index, coordinates, f"critic:{life}")
         meeting = await self.meet(rank_group) if coordinates.world > 1 else None
-        engine = await asyncio.to_thread(critic_engine, recipe, coordinates if meeting else None, meeting)
+        engine = await asyncio.to_thread(critic_engine, recipe, coordinates, meeting)
         self.resources.callback(engine.close)
         self._writer = checkpoint.Writer(engine, self.number, self.paths.url)
         self.resources.push_async_callback(self._writer.close)

@@ -88,7 +88,7 @@ class UpdateJob(Job):
             self.critic = CriticOrders(self.index, life)
         self.rank_group = RankGroup(self.index, self.coordinates, life)
         meeting = await self.meet(self.rank_group) if self.coordinates.world > 1 else None
-        self.engine = await asyncio.to_thread(train_engine, recipe, self.coordinates if meeting else None, meeting)
+        self.engine = await asyncio.to_thread(train_engine, recipe, self.coordinates, meeting)
         self.resources.callback(self.engine.close)
         self._saving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._saving.set_result(None)

@@ -99,7 +99,7 @@ def test_process_groups_are_those_that_the_layout_names(sizes: dict[str, int]) -
 def test_a_recipes_section_is_a_layout() -> None:
     section = Strategies(dp=4, dp_replicate=2, tp=2, cp=2, ep=2, context_parallel="ring")
     layout = section.layout
-    assert layout == Layout(2, 2, tp=2, ep=2, etp=1, cp=2, context_parallel="ring")
+    assert layout == Layout(dp_replicate=2, dp_shard=2, tp=2, ep=2, etp=1, cp=2, context_parallel="ring")
     assert (layout.world, layout.replicas, layout.fsdp) == (section.ranks, section.replicas, 4)
     assert Strategies(**layout.recipe_keys) == section
     assert str(layout) == "dp_replicate=2,dp_shard=2,cp=2,tp=2,ep=2,context_parallel=ring"
