@@ -64,7 +64,8 @@ from stages.engines.protocols import Completion, GroupRequest, SamplingParams
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
-from stages.resharding.layout import Layout, model_state, place
+from stages.parallel.layout import Layout
+from stages.parallel.placement import model_state, place
 from stages.resharding.plan import Phase, plan_reshard
 from stages.resharding.swap import Swap, empty, local_weights, separate
 

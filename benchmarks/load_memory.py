@@ -28,12 +28,12 @@ from torch.distributed import FileStore
 from transformers import AutoModelForCausalLM
 
 from orchestration.processes.forkserver import ENVIRONMENT
-from stages.engines.strategies import Ranks
 from stages.engines.torch import sharded, train
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.sharded import ShardedTrainEngine, join
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model, model_folder, model_skeleton
+from stages.parallel.layout import Layout, RankCoordinates
 
 WAYS = ("whole", "by shards")
 MIB = 2**20
@@ -46,7 +46,9 @@ def status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
-def measure(way: str, engine: str, folder: Path, dtype: torch.dtype, ranks: Ranks, meeting: Path) -> dict[str, Any]:
+def measure(
+    way: str, engine: str, folder: Path, dtype: torch.dtype, ranks: RankCoordinates, meeting: Path
+) -> dict[str, Any]:
     """Make ``engine`` in this process, one of ``ranks``. Returns bytes, and a digest of the weights that it holds."""
     read: list[int] = []
     # The model is compared with its plain forward when its weights are in their place.
@@ -110,7 +112,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     if options.one:
         way, engine, folder, dtype, count, home, rank = options.one
-        ranks = Ranks(int(rank), int(count), 1)
+        ranks = Layout.for_training(dp=int(count)).coordinates(int(rank))
         print(json.dumps(measure(way, engine, Path(folder), getattr(torch, dtype), ranks, Path(home) / "meeting")))
         return
     folder, rows = model_folder(options.model), []

@@ -44,8 +44,8 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.planner import config_of, memory_of
 from orchestration.recipe.schema import Recipe
-from stages.engines.strategies import Ranks
 from stages.models import empty_model, weight_shapes
+from stages.parallel.layout import ALONE, RankCoordinates
 
 Model = str | dict[str, Any]  # a source, or the sizes of a Llama, with experts of a Qwen3-MoE
 Changes = dict[str, Any]  # of the recipe, by key
@@ -162,7 +162,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measured(side: Engine, recipe: Recipe, other: str, ranks: Ranks) -> int:
+def measured(side: Engine, recipe: Recipe, other: str, ranks: RankCoordinates) -> int:
     """The highest resident memory of this process while it works, above that before. It works with the model in the folder
     ``other`` first, which loads libraries and fills their buffers."""
     work = WORK[side]
@@ -198,7 +198,7 @@ def rows_of_a_step(recipe: Recipe, chance: random.Random | None = None) -> Any:
     return TensorDict(columns, [count])
 
 
-def train(recipe: Recipe, ranks: Ranks, meeting: Path) -> None:
+def train(recipe: Recipe, ranks: RankCoordinates, meeting: Path) -> None:
     """Two steps, and a copy for a checkpoint between them."""
     from torch.distributed import FileStore
 
@@ -216,7 +216,7 @@ def train(recipe: Recipe, ranks: Ranks, meeting: Path) -> None:
     engine.close()
 
 
-def live(recipe: Recipe, ranks: Ranks, meeting: Path) -> int:
+def live(recipe: Recipe, ranks: RankCoordinates, meeting: Path) -> int:
     """Bytes of tensors in the second step of :func:`train`, at most."""
     from torch.distributed import FileStore
 
@@ -308,16 +308,20 @@ async def growth(side: Engine, recipe: Recipe, steps: int) -> list[int]:
     return [size - found[0] for size in found[1:]]
 
 
-WORK: dict[Engine, Callable[[Recipe, Ranks, Path], None]] = {"train": train, "rollout": rollout, "reference": reference}
+WORK: dict[Engine, Callable[[Recipe, RankCoordinates, Path], None]] = {
+    "train": train,
+    "rollout": rollout,
+    "reference": reference,
+}
 
 
 def in_children(side: Engine, recipe: Recipe, of_torch: bool) -> int:
     """What :func:`measured`, or ``of_torch`` :func:`live` returns in a process of its own for each rank of the side: the
     most."""
     os.environ.update({**ENVIRONMENT, **os.environ})  # as workers have
-    of = Ranks.of(0, recipe.train) if side == "train" else Ranks(0)
+    of = recipe.train.layout.coordinates(0) if side == "train" else ALONE
     with tempfile.TemporaryDirectory(prefix="adk-memory-") as other, ExitStack() as stack:
-        layers = {"num_hidden_layers": max(FIRST["num_hidden_layers"], of.pp * of.vpp)}
+        layers = {"num_hidden_layers": max(FIRST["num_hidden_layers"], of.layout.virtual_stages)}
         routed = ROUTED if experts_of(config_of(recipe.model.source))[0] else {}
         make_model({**FIRST, **layers, **routed}, Path(other))
         children = [stack.enter_context(multiprocessing.get_context("spawn").Pool(1)) for _ in range(of.world)]

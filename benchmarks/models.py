@@ -44,8 +44,9 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest, RolloutEngine, SamplingParams
-from stages.engines.strategies import Ranks
 from stages.engines.torch.head import use_float32
+from stages.parallel.layout import RankCoordinates
+from stages.parallel.placement import train_placement
 from stages.weights.store import Gap, Probe, ProbeRule, gap
 
 PROMPTS, ROWS, LENGTH = (10, 24), 3, 64  # tokens of the prompts; rows of a group; tokens of a sequence
@@ -402,16 +403,16 @@ def _name(dtype: torch.dtype) -> str:
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def _engine(ranks: Ranks, folder: str, dtype: torch.dtype) -> Any:
+def _engine(ranks: RankCoordinates, folder: str, dtype: torch.dtype) -> Any:
     from stages.engines.torch.sharded import ShardedTrainEngine
 
     return ShardedTrainEngine(loaded(Path(folder), dtype), ranks, **train_engine_options(dtype))
 
 
-def _share(ranks: Ranks, rows: Rows, expected: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
+def _share(ranks: RankCoordinates, rows: Rows, expected: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
     """Every second row of a replica's, and the places of its tokens among all."""
     batch, places = batch_of(rows, expected), torch.arange(len(expected)).split([len(r) for _, r in rows])
-    own = list(range(ranks.replica, len(rows), ranks.dp))
+    own = list(range(ranks.replica, len(rows), ranks.layout.replicas))
     columns = {
         name: torch.nested.nested_tensor([batch[name].unbind()[at] for at in own], layout=torch.jagged)
         if batch[name].is_nested
@@ -421,13 +422,15 @@ def _share(ranks: Ranks, rows: Rows, expected: torch.Tensor) -> tuple[TensorDict
     return TensorDict(columns, [len(own)]), torch.cat([places[at] for at in own])
 
 
-def _sharded(ranks: Ranks, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor) -> Any:
+def _sharded(ranks: RankCoordinates, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor) -> Any:
     share, places = _share(ranks, rows, expected)
     logprobs, gradients = one_step(_engine(ranks, folder, dtype), share)
     return places, logprobs, gradients if ranks.rank == 0 else {}
 
 
-def _saved(ranks: Ranks, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor, target: str) -> Any:
+def _saved(
+    ranks: RankCoordinates, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor, target: str
+) -> Any:
     engine = _engine(ranks, folder, dtype)
     one_step(engine, _share(ranks, rows, expected)[0])
     engine.save_pretrained(Path(target))
@@ -436,11 +439,11 @@ def _saved(ranks: Ranks, folder: str, dtype: torch.dtype, rows: Rows, expected: 
     )
 
 
-def _swapped(ranks: Ranks, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor) -> None:
+def _swapped(ranks: RankCoordinates, folder: str, dtype: torch.dtype, rows: Rows, expected: torch.Tensor) -> None:
     """The allgather-swap of a colocated run, from the ranks into a decoder on each: bit for bit."""
     from stages.engines.torch.decoding.decoder import TorchDecoder
-    from stages.engines.torch.sharded import placement
-    from stages.resharding.layout import Layout, model_state, place
+    from stages.parallel.layout import Layout
+    from stages.parallel.placement import model_state, place
     from stages.resharding.plan import plan_reshard
     from stages.resharding.swap import Swap, local_weights, separate
 
@@ -453,7 +456,7 @@ def _swapped(ranks: Ranks, folder: str, dtype: torch.dtype, rows: Rows, expected
     state = model_state(model.config, dtype)
     names: Any = "vllm" if decoder.fused else "hf"
     target = place(state, Layout(dp_replicate=ranks.world), names=names, dtype=dtype)
-    plan = plan_reshard(placement(state, ranks), target, bucket_bytes=2**16)
+    plan = plan_reshard(train_placement(state, ranks.layout), target, bucket_bytes=2**16)
     swap = Swap(
         plan,
         ranks.rank,

@@ -87,7 +87,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "stages/engines/torch/packing.py": ("stages/engines/torch/test_attention.py", *TRAIN),
     "stages/engines/plans.py": ("stages/engines/test_plans.py", "stages/engines/test_dealing.py", *TRAIN),
     "stages/resharding/plan.py": ("stages/resharding/test_plan.py",),
-    "stages/resharding/layout.py": ("stages/resharding/test_layout.py", "stages/resharding/test_plan.py"),
+    "stages/parallel/placement.py": ("stages/parallel/test_placement.py", "stages/resharding/test_plan.py"),
     "orchestration/run/checkpoint.py": (
         *(f"orchestration/run/test_{name}.py" for name in ("power_loss", "checkpoints", "checkpoint_store")),
     ),

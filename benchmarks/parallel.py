@@ -5,7 +5,7 @@
 
 **bytes**: real ranks (gloo) train one step of a small model; each collective call is seen as torch dispatches it and its
 bytes are counted as a ring would send them; the mean of the ranks, whose experts do not get equally many tokens. Beside it
-the formula (stages/engines/costs.py), which knows sizes alone.
+the formula (stages/parallel/costs.py), which knows sizes alone.
 
 **links**: each rank is in a network namespace of its own, whose link has ``--mbit`` both ways and a delay. A layer's compute
 is a clock's: ``--layer-ms`` for 100 tokens forward and twice that backward, divided by tp; the real compute of the small
@@ -37,11 +37,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Mo
 
 from benchmarks.dispatch_scale import Network
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.costs import Step, sent
 from stages.engines.plans import GroupShape, deal, plan_micro_batches
-from stages.engines.strategies import ContextParallel, Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
-from stages.resharding.layout import model_state
+from stages.parallel.costs import Step, sent
+from stages.parallel.layout import ContextParallel, Layout, RankCoordinates
+from stages.parallel.placement import model_state
 from tests.batches import make_batch, stack, unstack
 from tests.ranks import of_product
 
@@ -141,47 +141,45 @@ def model_of(hidden: int, experts: bool) -> PreTrainedModel:
 def products(worlds: Sequence[int]) -> list[tuple[dict[str, int], ContextParallel]]:
     """Those of so many ranks, each with the ways in which its ranks may compute attention."""
     methods: tuple[ContextParallel, ...] = ("ulysses", "ring")
-    chosen_ones = [chosen for chosen in PRODUCTS if Ranks(0, **chosen).world in worlds]
+    chosen_ones = [chosen for chosen in PRODUCTS if Layout.for_training(**chosen).world in worlds]
     return [(chosen, method) for chosen in chosen_ones for method in methods[: 1 + ("cp" in chosen)]]
 
 
-def costs_of(ranks: Ranks, hidden: int, method: ContextParallel, step: Step) -> dict[str, float]:
+def costs_of(ranks: RankCoordinates, hidden: int, step: Step) -> dict[str, float]:
     """By formula."""
-    return sent(model_state(model_of(hidden, ranks.ep > 1).config), ranks, step, method)
+    return sent(model_state(model_of(hidden, ranks.layout.ep > 1).config), ranks, step)
 
 
-def step_of(ranks: Ranks, hidden: int, method: ContextParallel) -> tuple[dict[str, int], Step]:
+def step_of(ranks: RankCoordinates, hidden: int) -> tuple[dict[str, int], Step]:
     """What this rank sends in a step, by call; and the step of its replica."""
-    engine, (batch, step) = engine_of(ranks, hidden, method), share_of(ranks, hidden)
+    engine, (batch, step) = engine_of(ranks, hidden), share_of(ranks, hidden)
     with Counted() as counted:
         engine.train_batch(batch, GRPO())
     return dict(counted.bytes), step
 
 
-def engine_of(ranks: Ranks, hidden: int, method: ContextParallel) -> ShardedTrainEngine:
+def engine_of(ranks: RankCoordinates, hidden: int) -> ShardedTrainEngine:
     options: dict[str, Any] = {"learning_rate": 1e-4, "total_steps": 9, "token_budget": BUDGET, "device": "cpu"}
-    return ShardedTrainEngine(model_of(hidden, ranks.ep > 1), ranks, context_parallel=method, **options)
+    return ShardedTrainEngine(model_of(hidden, ranks.layout.ep > 1), ranks, **options)
 
 
-def share_of(ranks: Ranks, hidden: int) -> tuple[TensorDict, Step]:
+def share_of(ranks: RankCoordinates, hidden: int) -> tuple[TensorDict, Step]:
     """The rows of a rank's replica, and its step."""
     shapes = [GroupShape(prompt, responses) for prompt, responses in GROUPS]
-    share = deal(shapes, ranks.dp)[ranks.replica]
+    share = deal(shapes, ranks.layout.replicas)[ranks.replica]
     rows = unstack(make_batch(GROUPS))
     first = [4 * group for group in range(len(GROUPS))]
     kept = [rows[first[piece.group] + row] for piece in share for row in piece.rows]
     groups = [GroupShape(24, (40,) * len(piece.rows)) for piece in share]
-    plan = plan_micro_batches(groups, BUDGET * ranks.cp)
+    plan = plan_micro_batches(groups, BUDGET * ranks.layout.cp)
     tokens = tuple(sum(groups[p.group].tokens(p.rows) for p in pieces) for pieces in plan)
-    chosen = CHOSEN if ranks.ep > 1 else 0
+    chosen = CHOSEN if ranks.layout.ep > 1 else 0
     return stack(kept), Step(tokens, hidden, chosen, prompts=24 * sum(map(len, plan)), head=hidden // 8)
 
 
-def timed_step(
-    ranks: Ranks, hidden: int, method: ContextParallel, layer_ms: float, steps: int
-) -> tuple[list[float], float, Step]:
+def timed_step(ranks: RankCoordinates, hidden: int, layer_ms: float, steps: int) -> tuple[list[float], float, Step]:
     """Seconds of each step, those of its compute by the clock, and the step of the replica."""
-    engine = engine_of(ranks, hidden, method)
+    engine = engine_of(ranks, hidden)
     batch, step = share_of(ranks, hidden)
     spent = [0.0]
 
@@ -210,10 +208,12 @@ def over_links(worlds: Sequence[int], hidden: int, mbit: float, delay: float, la
     found: list[dict[str, Any]] = []
     with Network(max(worlds), mbit, delay) as network:
         for chosen, method in products(worlds):
-            ranks = Ranks(0, **chosen)
+            ranks = Layout.for_training(**chosen, context_parallel=method).coordinates(0)
             there = [network.name(f"host{rank}") for rank in range(ranks.world)]
-            results = of_product(chosen, timed_step, hidden, method, layer_ms, 3, namespaces=there)
-            nbytes = sum(costs_of(ranks, hidden, method, results[0][2]).values())
+            results = of_product(
+                {**chosen, "context_parallel": method}, timed_step, hidden, layer_ms, 3, namespaces=there
+            )
+            nbytes = sum(costs_of(ranks, hidden, results[0][2]).values())
             seconds = statistics.median(max(times) for times in zip(*(took for took, *_ in results), strict=True))
             clock = max(spent for _, spent, _ in results)
             found.append({"product": chosen, "method": method, "seconds": seconds, "clock": clock})
@@ -225,10 +225,11 @@ def over_links(worlds: Sequence[int], hidden: int, mbit: float, delay: float, la
 def measure(worlds: Sequence[int], hidden: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for chosen, method in products(worlds):
-        ranks = of_product(chosen, step_of, hidden, method)
+        layout = Layout.for_training(**chosen, context_parallel=method)
+        ranks = of_product({**chosen, "context_parallel": method}, step_of, hidden)
         total: Counter[str] = sum((Counter(calls) for calls, _ in ranks), Counter())
         calls = {name: nbytes / len(ranks) for name, nbytes in total.items()}
-        parts = [costs_of(Ranks(rank, **chosen), hidden, method, step) for rank, (_, step) in enumerate(ranks)]
+        parts = [costs_of(layout.coordinates(rank), hidden, step) for rank, (_, step) in enumerate(ranks)]
         names = dict.fromkeys(name for of in parts for name in of)
         formula = {name: statistics.mean(of.get(name, 0.0) for of in parts) for name in names}
         found.append({"product": chosen, "method": method, "counted": sum(calls.values()), "calls": calls})
@@ -250,7 +251,7 @@ def main(argv: list[str]) -> int:
     if options.links:
         found = over_links(options.world, options.hidden, options.mbit, options.delay_ms, options.layer_ms)
         table = Table("product", "a step, s", "compute, s", "sending, s", "apart, s", "of one rank")
-        alone = next((cell["seconds"] for cell in found if Ranks(0, **cell["product"]).world == 1), math.nan)
+        alone = next((cell["seconds"] for cell in found if Layout.for_training(**cell["product"]).world == 1), math.nan)
         for cell in found:
             parts = cell["seconds"], cell["clock"], cell["sending"], cell["clock"] + cell["sending"]
             table.add_row(name_of(cell), *(f"{value:.2f}" for value in parts), f"{parts[0] / alone:.2f}")

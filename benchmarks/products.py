@@ -2,7 +2,7 @@
 
     every product over the ranks that `asyncdock check` would allow, with and without activation checkpointing
       ─▶ what its ranks take (orchestration/recipe/checks/memory_parts.py); products that do not fit are left out
-      ─▶ seconds of a step: compute, with the pipeline's bubble, and bytes (stages/engines/costs.py) over their link
+      ─▶ seconds of a step: compute, with the pipeline's bubble, and bytes (stages/parallel/costs.py) over their link
       ─▶ the shortest
 
     python -m benchmarks.products [--shape NAME ...] [--ranks 64] [--rows 256] [--tokens 32768] [--memory 72] [--tflops 400]
@@ -32,9 +32,9 @@ from benchmarks.memory import recipe_of
 from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, ITEM_BYTES, Sizes, train_memory
 from orchestration.recipe.model_files import experts_of
 from orchestration.recipe.schema import Recipe
-from stages.engines.costs import Step, sent
-from stages.engines.strategies import Ranks
-from stages.resharding.layout import ModelState, model_state
+from stages.parallel.costs import Step, sent, spans
+from stages.parallel.layout import Layout
+from stages.parallel.placement import ModelState, model_state
 
 MOCK = {"rollout.engine": "mock", "train.engine": "mock", "algorithm.options": {}}
 PROMPT = 1024  # tokens of the prompts; responses have the rest of a row
@@ -145,13 +145,13 @@ def judged(
     memory = sum(size for part, size in parts.items() if part not in (*HOST_PARTS, *CPU_PARTS))
     if memory > machine.memory:
         return None
-    ranks = Ranks(0, **chosen)
+    layout = Layout.for_training(**chosen)
     tokens = rows * length
     attention = 6 * sizes.layers * sizes.heads * sizes.head * length  # causal: half of all pairs
     again = 4 / 3 if train.activation_checkpointing else 1
-    compute = again * tokens * (6 * model.active + attention) / ranks.world / machine.flops
-    passes = -(-rows * length // (train.token_budget * ranks.cp) // ranks.dp)
-    bubble = (ranks.pp - 1) / (passes * (6 if ranks.pipeline == "zbv" else ranks.vpp))
+    compute = again * tokens * (6 * model.active + attention) / layout.world / machine.flops
+    passes = -(-rows * length // train.tokens_of_pass(train.token_budget) // layout.replicas)
+    bubble = (layout.pp - 1) / (passes * (6 if layout.defers_gradients else layout.vpp))
     return {
         "product": {k: v for k, v in chosen.items() if v not in (1, "auto")},
         "activation_checkpointing": train.activation_checkpointing,
@@ -165,15 +165,15 @@ def judged(
 
 def with_waits(model: Model, machine: Machine, found: dict[str, Any]) -> dict[str, Any]:
     """``found`` by :func:`judged`, with the seconds of what ranks send, and of the step."""
-    ranks, sizes = Ranks(0, **found["product"]), model.sizes
-    fed = (found["token_budget"] * ranks.cp,) * found["passes"]
+    layout, sizes = Layout.for_training(**found["product"]), model.sizes
+    fed = (found["token_budget"] * layout.cp,) * found["passes"]
     routed = getattr(model.config, "num_experts_per_tok", 0)
     step = Step(fed, sizes.width, chosen=routed, head=sizes.head, item=ITEM_BYTES["bfloat16"])
-    few = ranks.pp * ranks.vpp  # bytes are linear in layers
-    one, two = (sent(model.state(n), ranks, step) for n in (few, 2 * few))
+    few = layout.virtual_stages  # bytes are linear in layers
+    one, two = (sent(model.state(n), layout.coordinates(0), step) for n in (few, 2 * few))
     nbytes = {name: one.get(name, 0) + (two[name] - one.get(name, 0)) * (sizes.layers / few - 1) for name in two}
-    spans = {"tp": ranks.tp, "cp": ranks.tp * ranks.cp, "ep": ranks.ep, "pp": ranks.world}
-    waits = {name: machine.seconds(size, spans.get(name, ranks.of_stage)) for name, size in nbytes.items()}
+    span_of = spans(layout)
+    waits = {name: machine.seconds(size, span_of[name]) for name, size in nbytes.items()}
     beside = waits.pop("dp", 0.0) + waits.pop("dp_replicate", 0.0)
     seconds = max(found["compute"] + found["bubble"], beside) + sum(waits.values())
     return {**found, "beside": beside, "waits": waits, "seconds": seconds}

@@ -64,8 +64,9 @@ import torch.distributed as dist
 
 from orchestration.recipe.values import format_size, parse_size
 from stages import device as devices
+from stages.parallel.layout import Layout, parse_layout
+from stages.parallel.placement import ModelState, model_state, place
 from stages.resharding.gather import Gather
-from stages.resharding.layout import Layout, ModelState, model_state, parse_layout, place
 from stages.resharding.plan import Phase, ReshardPlan, plan_reshard, redundant_if_naive
 from stages.resharding.swap import Swap, live_bytes
 

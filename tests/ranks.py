@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.dispatch_scale import inside
 from stages import device as devices
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import join
+from stages.parallel.layout import Layout, RankCoordinates
 from tests.forked import forks
 
 DEADLINE = 270.0
@@ -50,7 +50,7 @@ def of_product(
                 target=_rank,
                 args=(
                     results,
-                    Ranks(rank, **chosen),
+                    Layout.for_training(**chosen).coordinates(rank),
                     home,
                     timeout,
                     work,
@@ -59,7 +59,7 @@ def of_product(
                     device,
                 ),
             )
-            for rank in range(Ranks(0, **chosen).world)
+            for rank in range(Layout.for_training(**chosen).world)
         ]
         for process in processes:
             process.start()
@@ -89,7 +89,7 @@ def _collect(results: Any, processes: list[BaseProcess]) -> list[Any]:
 
 def _rank(
     results: Any,
-    ranks: Ranks,
+    ranks: RankCoordinates,
     home: str,
     timeout: float,
     work: Callable[..., Any],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+SIZES = ("dp", "dp_replicate", "tp", "cp", "context_parallel", "pp", "vpp", "ep")  # keys of a recipe's section
 PACKAGES = ["pipeline", "stages", "orchestration", "api"]  # each imports only those before it
 FILE_LINES, CLASS_LINES, FILES_IN_FOLDER = 640, 300, 12
 
@@ -96,3 +97,16 @@ def test_the_flow_alone_needs_no_model_library() -> None:
     code = f"import pipeline.warehouse.dock, pipeline.controller, sys; print({wanted})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.strip() == "[]"
+
+
+def test_few_files_read_the_sizes_of_a_parallel_strategy() -> None:
+    """What else depends on them asks a layout for what they mean (stages/parallel/layout.py). Process groups of the
+    same names, as ``meshes.tp``, are no sizes."""
+    readers: dict[str, list[str]] = {}
+    for path in sources(*PACKAGES):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in SIZES and isinstance(node.ctx, ast.Load):
+                owner = ast.unparse(node.value)
+                if not owner.endswith("meshes"):
+                    readers.setdefault(str(path.relative_to(ROOT)), []).append(f"{owner}.{node.attr}")
+    assert len(readers) <= 8, readers

@@ -17,18 +17,16 @@ from api.cli.output import table
 from orchestration.recipe.checks.relations import experts_divide, heads_divide
 from orchestration.recipe.field_problems import missing_parallelism
 from orchestration.recipe.planner import (
-    beyond_engine,
     held_bytes,
     reshard_plan,
     rollout_layout,
-    train_layout,
     trained_state,
 )
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size, parse_size
 
 if TYPE_CHECKING:
-    from stages.resharding.layout import Layout
+    from stages.parallel.layout import Layout
 
 MOST_RANKS = 16  # that are printed
 SMALLEST_BUCKET = 1024
@@ -57,11 +55,11 @@ def reshard_report(
     bucket_bytes = _bucket_bytes(bucket) if bucket else recipe.sync.bucket
 
     from stages.models import ModelNotFound
-    from stages.resharding.layout import LayoutError, parse_layout
+    from stages.parallel.layout import LayoutError, parse_layout
     from stages.resharding.plan import memory, redundant_eq3, redundant_general, redundant_if_naive
 
     try:
-        source = parse_layout(train, "train") if train else train_layout(recipe)
+        source = parse_layout(train, "train") if train else recipe.train.layout
         target = parse_layout(rollout, "rollout") if rollout else rollout_layout(recipe, source.world)
     except LayoutError as error:
         raise PlanRefused(f"--{str(error).replace('.', ' ', 1)}") from None
@@ -120,17 +118,15 @@ def reshard_report(
 
 def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
     """Yield why the train engine cannot run ``layout``, in the words of the recipe's check where it covers the case."""
-    if beyond := beyond_engine(layout):
+    if beyond := layout.beyond_train_engine:
         for part in beyond:
             key = f"train.{part.partition('=')[0]}"
             yield f"the train engine does not run this layout: {part}: {missing_parallelism(key)}"
         return
-    sizes = {"dp": layout.dp_replicate * layout.dp_shard, "dp_replicate": layout.dp_replicate}
-    sizes |= {"cp": 1, "tp": layout.tp, "ep": layout.ep, "pp": layout.pp, "vpp": layout.vpp}
-    train = recipe.train.model_copy(update={**sizes, "pipeline": layout.pipeline})
+    train = recipe.train.model_copy(update=layout.recipe_keys)
     laid_out = recipe.model_copy(update={"train": train})
     problems = [str(problem) for problem in (*heads_divide(laid_out), *experts_divide(laid_out))]
-    if not problems and layout.tp > 1:
+    if not problems and train.cuts_matrices:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -140,7 +136,7 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(load_config(recipe.model.source), trust_remote_code=False)
         try:
-            cuts(model, layout.tp)
+            cuts(model, len(layout.group("tp", 0)))
         except ValueError as error:
             problems = [str(error)]
     for text in problems:

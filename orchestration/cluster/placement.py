@@ -87,10 +87,10 @@ def _units(recipe: Recipe, workers: Iterable[Worker]) -> list[list[Worker]]:
 
 def _replicas(recipe: Recipe, unit: Sequence[Worker]) -> list[list[Worker]]:
     """The ranks of ``unit`` by tensor-parallel replica."""
-    replicas: dict[Worker, list[Worker]] = {}
+    replicas: dict[tuple[str, tuple[int, ...]], list[Worker]] = {}
     for kind, number in unit:
-        tp = recipe.critic.tp if kind == "critic" else recipe.train.tp
-        replicas.setdefault((kind, number // tp), []).append((kind, number))
+        layout = (recipe.critic if kind == "critic" else recipe.train).layout
+        replicas.setdefault((kind, layout.group("tp", number)), []).append((kind, number))
     return list(replicas.values())
 
 

@@ -24,7 +24,8 @@ from stages.prompts.options import PromptLimits
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
     from stages.adapters.options import AdapterOptions
-    from stages.resharding.layout import Layout, ModelState, Names, Placement
+    from stages.parallel.layout import Layout
+    from stages.parallel.placement import ModelState, Names, Placement
     from stages.resharding.plan import ReshardPlan
 
 BLOCK_BYTES = 1024  # header, offsets, scalars and alignment of one written block; a sample lies in at most four
@@ -266,7 +267,7 @@ def _state_of(source: str, dtype: str) -> ModelState:
     import torch
 
     from stages.models import load_config
-    from stages.resharding.layout import model_state
+    from stages.parallel.placement import model_state
 
     return model_state(load_config(source), getattr(torch, dtype))
 
@@ -282,27 +283,13 @@ def held_bytes(recipe: Recipe, source: Placement) -> tuple[int, ...]:
     return (of_state[0] + source.nbytes(0) * ITEM_BYTES[recipe.model.dtype] // ITEM_BYTES["float32"],)
 
 
-def train_layout(recipe: Recipe) -> Layout:
-    """The layout of the ranks of ``train``, in layers."""
-    from stages.engines.strategies import Ranks
-    from stages.engines.torch.sharded import layout_of
-
-    return layout_of(Ranks.of(0, recipe.train))
-
-
 def rollout_layout(recipe: Recipe, ranks: int) -> Layout:
     """The layout of the recipe's rollout engines on ``ranks`` ranks: a whole model on each one, or on each
     ``vllm.tensor_parallel`` of them."""
-    from stages.resharding.layout import Layout
+    from stages.parallel.layout import Layout
 
     tp = recipe.rollout.vllm.tensor_parallel if recipe.rollout.engine == "vllm" else 1
     return Layout(dp_replicate=max(1, ranks // tp), tp=tp)
-
-
-def beyond_engine(layout: Layout) -> list[str]:
-    """The parts of ``layout`` that the train engine does not have."""
-    beyond = [f"etp={layout.etp}"] if layout.etp not in (None, 1) else []
-    return beyond + (["ep_order=outer"] if layout.ep_order == "outer" and layout.ep > 1 else [])
 
 
 def reshard_plan(
@@ -316,17 +303,16 @@ def reshard_plan(
     ranks_per_node: int | None = None,
 ) -> ReshardPlan:
     """The swap of a colocated run. ``names``: of the rollout engine's tensors. Defaults are the recipe's own:
-    :func:`trained_state`, :func:`train_layout`, :func:`rollout_layout`, ``sync.bucket``. Raises LayoutError where a layout
+    :func:`trained_state`, that of ``train``, :func:`rollout_layout`, ``sync.bucket``. Raises LayoutError where a layout
     does not fit the model."""
     import torch
 
-    from stages.engines.torch.sharded import placement, ranks_of
-    from stages.resharding.layout import place
+    from stages.parallel.placement import place, train_placement
     from stages.resharding.plan import plan_reshard
 
-    model, train = model or trained_state(recipe), train or train_layout(recipe)
+    model, train = model or trained_state(recipe), train or recipe.train.layout
     # A layout that the train engine has is placed as the engine does: what is outside the layers is cut over all ranks.
-    source = place(model, train) if beyond_engine(train) else placement(model, ranks_of(train))
+    source = place(model, train) if train.beyond_train_engine else train_placement(model, train)
     target = place(
         model, rollout or rollout_layout(recipe, source.world), names=names, dtype=getattr(torch, recipe.model.dtype)
     )

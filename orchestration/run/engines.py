@@ -26,7 +26,6 @@ from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
 from stages.engines.registry import EngineUnknown, Side, find_factory
-from stages.engines.strategies import Ranks
 from stages.external_checks import Terms, fingerprint
 from stages.models import (
     Tokenizer,
@@ -37,6 +36,7 @@ from stages.models import (
     model_skeleton,
     weight_shapes,
 )
+from stages.parallel.layout import ALONE, RankCoordinates
 from stages.prompts.conversations import chosen_template
 from stages.weights.manifest import verify_part
 from stages.weights.store import ProbeRule, Publisher, Reader, WeightStore
@@ -143,7 +143,7 @@ def rollout_engine(
     with it (None: the recipe's model); ``shared``: a folder of its own in shared memory; ``secret``: of the run."""
     rollout = recipe.rollout
     if recipe.colocated:
-        return colocated_engine(recipe, Ranks.of(0, recipe.train), version=version, weights=weights)
+        return colocated_engine(recipe, 0, version=version, weights=weights)
     match rollout.engine:
         case "torch":
             return _torch_rollout(devices.select(rollout.device), recipe, version, weights)
@@ -177,11 +177,9 @@ def _by_factory(side: Side, recipe: Recipe, protocol: type, **arguments: Any) ->
     return engine
 
 
-def colocated_engine(
-    recipe: Recipe, ranks: Ranks, *, version: int = 0, weights: Path | None = None
-) -> TorchRolloutEngine:
-    """Make the rollout engine of one rank, on the device that it shares with this rank of the train engine."""
-    device = devices.of_rank(devices.select(recipe.rollout.device), ranks.rank)
+def colocated_engine(recipe: Recipe, rank: int, *, version: int = 0, weights: Path | None = None) -> TorchRolloutEngine:
+    """Make the rollout engine of ``rank``, on the device that it shares with this rank of the train engine."""
+    device = devices.of_rank(devices.select(recipe.rollout.device), rank)
     devices.use(device)
     return _torch_rollout(device, recipe, version, weights, packed=False)
 
@@ -264,18 +262,18 @@ def _vllm_rollout(
     )
 
 
-def train_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | None = None) -> TrainEngine:
-    """Make the engine that ``train.engine`` names: the whole engine, or one of several ``ranks``. These make this call
-    together, and find each other in the store ``meeting``."""
+def train_engine(recipe: Recipe, coordinates: RankCoordinates = ALONE, meeting: Store | None = None) -> TrainEngine:
+    """Make the engine that ``train.engine`` names: the whole engine, or the rank of it at ``coordinates``. Ranks make this
+    call together, and find each other in the store ``meeting``."""
     match recipe.train.engine:
         case "torch":
-            return _torch_train(recipe, ranks, meeting)
+            return _torch_train(recipe, coordinates, meeting)
         case "mock":
             from stages.engines.mock.engines import MockTrainEngine
             from stages.engines.mock.options import MockTrainOptions
 
             return MockTrainEngine(MockTrainOptions(**recipe.train.mock), seed=recipe.seed)
-    engine: TrainEngine = _by_factory("train", recipe, TrainEngine, ranks=ranks or Ranks(0), meeting=meeting)
+    engine: TrainEngine = _by_factory("train", recipe, TrainEngine, ranks=coordinates, meeting=meeting)
     return engine
 
 
@@ -303,9 +301,11 @@ def _torch_reference(recipe: Recipe) -> TrainEngine:
     return TorchTrainEngine(model, **_train_options(recipe), vocabulary=_known_vocabulary(recipe))
 
 
-def critic_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | None = None) -> TorchCriticEngine:
-    """Make the critic's engine: its model is ``critic.source``, or that of the policy as the run begins. ``ranks``,
-    ``meeting``: as for :func:`train_engine`."""
+def critic_engine(
+    recipe: Recipe, coordinates: RankCoordinates = ALONE, meeting: Store | None = None
+) -> TorchCriticEngine:
+    """Make the critic's engine: its model is ``critic.source``, or that of the policy as the run begins.
+    ``coordinates``, ``meeting``: as for :func:`train_engine`."""
     from stages.engines.torch.critic import VALUE_HEAD, ShardedCriticEngine, TorchCriticEngine
 
     critic, source = recipe.critic, recipe.critic.source
@@ -318,35 +318,40 @@ def critic_engine(recipe: Recipe, ranks: Ranks | None = None, meeting: Store | N
     options["device"] = devices.select(critic.device or recipe.train.device)
     head = Path(source) / VALUE_HEAD if source else None
     options["head"] = head if head and head.is_file() else None
-    if ranks is None:
+    if coordinates.world == 1:
         return TorchCriticEngine(_model(named, dtype=recipe.trained_dtype)[0], **options)
-    return ShardedCriticEngine(**_of_ranks(named, recipe.trained_dtype, ranks, meeting), **options)
+    return ShardedCriticEngine(**_of_rank(named, recipe.trained_dtype, coordinates, meeting), **options)
 
 
-def _torch_train(recipe: Recipe, ranks: Ranks | None, meeting: Store | None) -> TrainEngine:
+def _torch_train(recipe: Recipe, coordinates: RankCoordinates, meeting: Store | None) -> TrainEngine:
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "adapters": recipe.adapters}
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
     options["vocabulary"] = _known_vocabulary(recipe)
     options["undoable"] = recipe.trains_critic  # which may skip a batch that the policy has trained on
     dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype  # of the model: a frozen one is not trained
-    if ranks is None:
+    if coordinates.world == 1:
         from stages.engines.torch.train import TorchTrainEngine
 
         return TorchTrainEngine(_model(recipe, dtype=dtype)[0], **options)
     from stages.engines.torch.sharded import ShardedTrainEngine
 
-    return ShardedTrainEngine(**_of_ranks(recipe, dtype, ranks, meeting), **options)
+    return ShardedTrainEngine(**_of_rank(recipe, dtype, coordinates, meeting), **options)
 
 
-def _of_ranks(recipe: Recipe, dtype: str, ranks: Ranks, meeting: Store | None) -> dict[str, Any]:
+def _of_rank(recipe: Recipe, dtype: str, coordinates: RankCoordinates, meeting: Store | None) -> dict[str, Any]:
     """What a train engine on several ranks is given beside the options of one: its model, and where the ranks meet."""
     from torch.distributed import HashStore
 
     with _LOADING:
         opened = model_skeleton(recipe.model.source, dtype=getattr(torch, dtype))
     model, weights = opened or (_model(recipe, dtype=dtype)[0], None)
-    of = {"model": model, "weights": weights, "ranks": ranks, "store": meeting or HashStore()}
-    return {**of, "timeout": recipe.launch.collective_timeout, "context_parallel": recipe.train.context_parallel}
+    return {
+        "model": model,
+        "weights": weights,
+        "coordinates": coordinates,
+        "store": meeting or HashStore(),
+        "timeout": recipe.launch.collective_timeout,
+    }
 
 
 def _train_options(recipe: Recipe) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Rates that are really reached, not those of data sheets, give the better forecas
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Sizes
 from orchestration.recipe.model_files import experts_of
@@ -18,8 +18,7 @@ from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import ASSUMED, Costs
 from orchestration.simulation.mock_costs import prompt_tokens_of
-from stages.engines.costs import Step, sent
-from stages.engines.strategies import Ranks
+from stages.parallel.costs import Step, waited_for
 
 BETWEEN_STEPS = 0.2  # seconds: claims, commits and the step's event of some thousand samples
 BETWEEN_STEPS_SOURCE = f"{BETWEEN_STEPS:g} s between two steps, as assumed"
@@ -71,7 +70,8 @@ def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -
     active = parameters - idle - (0 if config.get("tie_word_embeddings", True) else sizes.vocabulary * sizes.width)
     limit = prompt_limits(recipe).tokens or 0  # where the prompts are not here
     item, prompt = ITEM_BYTES[recipe.model.dtype], value_or_none(lambda: prompt_tokens_of(recipe)) or float(limit)
-    ranks, tp = Ranks.of(0, recipe.train), recipe.rollout.vllm.tensor_parallel if recipe.rollout.engine == "vllm" else 1
+    ranks = recipe.train.ranks
+    tp = recipe.rollout.vllm.tensor_parallel if recipe.rollout.engine == "vllm" else 1
     row = prompt + response_tokens
     weights = (parameters - idle) * item / tp / hardware.bandwidth
     cached = (
@@ -82,9 +82,9 @@ def analytic_costs(recipe: Recipe, hardware: Hardware, response_tokens: float) -
     passes = 8 if recipe.train.activation_checkpointing else 6
     # Two products, with the keys and with the values of half the row on average.
     attention = passes * sizes.layers * 2 * sizes.heads * sizes.head * row / 2
-    compute = (passes * active + attention) / ranks.world / hardware.flops
-    sending = _sending(recipe, ranks, hardware, tokens, sizes.width, sizes.head, chosen)
-    link = hardware.between if ranks.world + recipe.rollout.workers > hardware.node else hardware.within
+    compute = (passes * active + attention) / ranks / hardware.flops
+    sending = _sending(recipe, hardware, tokens, sizes.width, sizes.head, chosen)
+    link = hardware.between if ranks + recipe.rollout.workers > hardware.node else hardware.within
     known = dict.fromkeys(Costs.__dataclass_fields__, "derived from the model's sizes and --hardware")
     return Costs(
         row_rate=1 / weights,
@@ -107,20 +107,16 @@ def _parameters(recipe: Recipe) -> int:
     return sum(parameter.nbytes for parameter in trained_state(recipe).parameters) // ITEM_BYTES[recipe.trained_dtype]
 
 
-def _sending(
-    recipe: Recipe, ranks: Ranks, hardware: Hardware, tokens: float, width: int, head: int, chosen: int
-) -> float:
+def _sending(recipe: Recipe, hardware: Hardware, tokens: float, width: int, head: int, chosen: int) -> float:
     """Seconds of a step in which a rank waits for what ranks send; gathers of weights are beside compute."""
-    if ranks.world == ranks.dp:
+    train = recipe.train
+    if train.ranks == train.replicas:
         return 0.0
-    budget = recipe.train.token_budget * ranks.cp
-    passes = max(1, round(tokens / ranks.dp / budget))
-    step = Step(
-        (int(tokens / ranks.dp / passes),) * passes, width, chosen, head=head, item=ITEM_BYTES[recipe.model.dtype]
-    )
-    few = replace(ranks, dp=min(ranks.dp, ranks.ep), dp_replicate=1)  # what is waited for does not depend on more
-    nbytes = sent(trained_state(recipe), few, step, recipe.train.context_parallel)
-    spans = {"tp": ranks.tp, "cp": ranks.tp * ranks.cp, "ep": ranks.ep}
-    links = {name: spans.get(name, ranks.world) <= hardware.node for name in nbytes}
-    waits = (size / (hardware.within if links[name] else hardware.between) for name, size in nbytes.items())
-    return sum(wait for name, wait in zip(nbytes, waits, strict=True) if name not in ("dp", "dp_replicate"))
+    of_replica = tokens / train.replicas
+    passes = max(1, round(of_replica / train.tokens_of_pass(train.token_budget)))
+    micro_batches = (int(of_replica / passes),) * passes
+    step = Step(micro_batches, width, chosen, head=head, item=ITEM_BYTES[recipe.model.dtype])
+    seconds = 0.0
+    for nbytes, span in waited_for(trained_state(recipe), train.layout, step):
+        seconds += nbytes / (hardware.within if span <= hardware.node else hardware.between)
+    return seconds

@@ -124,7 +124,7 @@ def search(
             f"--devices: {devices} is too few; rollout, training and a reference of its own take a device each, here "
             f"{devices - others + 2}"
         )
-    wanted = list(_changes(recipe, others, bounds, tensor_parallel or (recipe.train.tp,)))
+    wanted = list(_changes(recipe, others, bounds, tensor_parallel))
     rows = recipe.train.groups_per_step * recipe.algorithm.group_size
     steps = min(MOST_STEPS, max(FEWEST_STEPS, SAMPLES // (len(wanted) * rows)))
     found = [_tried(recipe, changes, costs, lengths, steps, device_memory, failures) for changes in wanted]
@@ -146,13 +146,14 @@ def _changes(
     recipe: Recipe, devices: int, bounds: Sequence[int], tensor_parallel: Sequence[int]
 ) -> Iterator[tuple[str, ...]]:
     bounded = [(f"pipeline.staleness={bound}", *(FIXED if recipe.pipeline.staleness_min else ())) for bound in bounds]
-    for tp, ranks in itertools.product(tensor_parallel, range(1, devices)):
-        each = recipe.train.ranks // recipe.train.dp // recipe.train.tp * tp  # devices of one replica of the trainer
-        if ranks * each < devices:
-            tps = () if tp == recipe.train.tp else (f"train.tp={tp}",)
-            split = f"rollout.workers={devices - ranks * each}", f"train.dp={ranks}", *tps
+    replica = recipe.train.model_copy(update={"dp": 1})
+    trainers = {f"train.tp={tp}": replica.model_copy(update={"tp": tp}) for tp in tensor_parallel} or {"": replica}
+    for (change, trainer), ranks in itertools.product(trainers.items(), range(1, devices)):
+        rollouts = devices - ranks * trainer.ranks
+        if rollouts > 0:
+            split = f"rollout.workers={rollouts}", f"train.dp={ranks}", *(() if trainer == replica else (change,))
             yield from ((*split, *bound) for bound in bounded)
-    each = recipe.train.ranks // recipe.train.dp
+    each = replica.ranks
     if not recipe.colocated and devices % each == 0:
         together = "launch.placement=colocated", "rollout.workers=1", f"train.dp={devices // each}"
         yield from ((*together, *bound) for bound in bounded)

@@ -9,8 +9,8 @@
 
 ``recipe``: the whole :class:`orchestration.recipe.schema.Recipe`. ``options``: its table ``rollout.options`` or
 ``train.options``. ``version``: the engine's first version, with the weights of the checkpoint folder ``weights``, or of
-``recipe.model`` when that is None. ``ranks`` (:class:`stages.engines.plans.Ranks`): which rank of the train engine this
-process is; several ranks find each other in ``meeting``, a
+``recipe.model`` when that is None. ``ranks`` (:class:`stages.parallel.layout.RankCoordinates`): which rank of the train
+engine this process is; several ranks find each other in ``meeting``, a
 ``torch.distributed.Store``. A factory is called in a thread, without an event loop.
 Recipes are checked without torch, so this module does not import it.
 """

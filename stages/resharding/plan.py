@@ -24,7 +24,8 @@ from math import prod
 
 import torch
 
-from stages.resharding.layout import Box, Layout, ModelState, Piece, Placement, intersect, subtract
+from stages.parallel.layout import Layout
+from stages.parallel.placement import Box, ModelState, Piece, Placement, intersect, subtract
 
 BUCKET_BYTES = 4 * 2**20  # gloo is as fast with these as with larger ones
 _CRUMB = 64  # the rest of a bucket is left empty when it is less than bucket_bytes / _CRUMB
@@ -373,7 +374,6 @@ def redundant_general(model: ModelState, train: Layout, rollout: Layout) -> floa
     """Redundant bytes on all ranks: N · (TW / UTP + EW · (1 / UEP − 1 / GEP)). UTP and UEP count every split, also over
     data-parallel shards. It assumes that generation splits the dense weights in another way, and that each rank trains the
     experts with which it generates; :func:`redundant_if_naive` counts the real bytes."""
-    dense = model.split_bytes / (train.tp * train.dp_shard)
-    trained = train.ep * train.expert_tp * train.expert_shard
-    experts = model.expert_bytes * max(0.0, 1 / trained - 1 / (rollout.ep * rollout.expert_tp * rollout.expert_shard))
+    dense = model.split_bytes / (train.tp * train.fsdp)
+    experts = model.expert_bytes * max(0.0, 1 / train.expert_parts - 1 / rollout.expert_parts)
     return train.world * (dense + experts)

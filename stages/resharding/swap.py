@@ -27,8 +27,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stages import device as devices
+from stages.parallel.placement import LocalTensor
 from stages.resharding.gather import Gather, GatherError
-from stages.resharding.layout import LocalTensor
 from stages.resharding.plan import Phase, ReshardPlan
 
 _ALIGN = 512  # of a storage in the arena: what copy engines and caches like

@@ -30,7 +30,6 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.protocols import UndoableEngine
-from stages.engines.strategies import Ranks
 from stages.flow.catalogue import TOKEN_STALENESS
 from stages.training.ranks import RankGroup, RankWorker, train_batch
 from stages.weights.documents import CRITIC_ANSWERS, CRITIC_ORDERS, CRITIC_SAVED
@@ -100,7 +99,7 @@ class CriticWorker:
         begin: Callable[[], None],
         rank_group: RankGroup | None = None,
     ) -> None:
-        self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
+        self.rank_group = rank_group or RankGroup(dock.index)
         self.dock, self.engine, self.algorithm, self.orders = dock, engine, algorithm, orders
         self.trained, self._save, self._begin = version, save, begin
         self.computing = asyncio.Lock()  # the engine takes one call at a time

@@ -31,8 +31,8 @@ from stages.algorithms.interface import AGES
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.plans import GroupShape, deal
 from stages.engines.protocols import TrainEngine, UndoableEngine
-from stages.engines.strategies import Ranks
 from stages.flow.catalogue import AGE, MASK, STALENESS, TOKEN_STALENESS, VERSIONS
+from stages.parallel.layout import ALONE, RankCoordinates
 from stages.training.device_lease import DeviceLease
 from stages.weights.documents import RANK_ORDERS, RANK_PARTS
 from stages.weights.store import Published, Publisher, joined, probed
@@ -41,10 +41,11 @@ log = structlog.get_logger()
 
 
 class RankGroup:
-    """The rank group as one of its ``ranks`` sees it. ``life`` names its log; it is another one after each restart."""
+    """The rank group as the rank at ``coordinates`` sees it. ``life`` names its log; another one after each restart."""
 
-    def __init__(self, index: Index, ranks: Ranks, life: str = "") -> None:
-        self.index, self.ranks = index, ranks
+    def __init__(self, index: Index, coordinates: RankCoordinates = ALONE, life: str = "") -> None:
+        self.index = index
+        self.coordinates = coordinates
         self._life, self._number = life, 0
         self._orders = RANK_ORDERS.at(life=life)
         self._sent: list[int] = []  # entries of the log
@@ -54,7 +55,7 @@ class RankGroup:
     async def broadcast(self, do: str, *, together: bool = True, **what: Any) -> None:
         """Order what all ranks do next. ``together``: rank 0 makes the call with all of them, so that all have read this
         order when it sends the next one."""
-        if self.ranks.world == 1:
+        if self.coordinates.world == 1:
             return
         await self._orders.append(self.index, self._number, {"do": do, **what})
         if self._heard:
@@ -73,14 +74,14 @@ class RankGroup:
 
     async def send_part(self, part: Published) -> None:
         """Give rank 0 the record of what this rank has published of a version."""
-        log = RANK_PARTS.at(life=self._life, rank=self.ranks.rank)
+        log = RANK_PARTS.at(life=self._life, rank=self.coordinates.rank)
         await log.append(self.index, self._parts, part.record())
         self._parts += 1
 
     async def join_parts(self, own: Published) -> Published:
         """Wait, on rank 0, until all other ranks have published their part of a version, and return its whole record."""
         parts = [own]
-        for rank in range(1, self.ranks.world):
+        for rank in range(1, self.coordinates.world):
             log = RANK_PARTS.at(life=self._life, rank=rank)
             record = await log.next(self.index, self._parts)
             await log.trim(self.index, self._parts)
@@ -91,7 +92,8 @@ class RankGroup:
     async def deal(self, dock: Dock, claim: Claim, algorithm: AlgorithmLike) -> list[list[int]]:
         """Returns the claim's positions for each replica, so that the tokens of each of the algorithm's mini-batches are
         balanced. The result depends on the claim alone, so that a replay gets the same."""
-        if self.ranks.dp == 1:
+        replicas = self.coordinates.layout.replicas
+        if replicas == 1:
             return [list(range(len(claim)))]
         groups: dict[int, list[int]] = {}
         for position in sorted(range(len(claim)), key=lambda at: (claim.group[at], claim.place[at])):
@@ -108,7 +110,7 @@ class RankGroup:
             trained = np.array([int(mask.sum()) for mask in masks.unbind()])
         shares = deal(
             shapes,
-            self.ranks.dp,
+            replicas,
             whole=algorithm.unit == "group",
             mini_batches=algorithm.mini_batches,
             trained=[trained[positions].tolist() for positions in members],
@@ -127,7 +129,7 @@ class RankGroup:
     ) -> TensorDict:
         """Returns this rank's share of the claim, as its engine takes it after ``trained`` steps; ``by_token``: with the
         staleness of each token."""
-        share = claim.part(shares[self.ranks.replica])
+        share = claim.part(shares[self.coordinates.replica])
         read = [*columns, VERSIONS] if VERSIONS in dock.schema else columns
         return train_batch(share, await dock.fetch(share, read), trained, by_token=by_token)
 
@@ -189,8 +191,8 @@ class RankWorker:
             probed(self.engine, probe)
         if self.publisher is None or version is None:
             return None
-        ranks = self.rank_group.ranks
-        return self.publisher.publish(version, self.engine.weights(), None, (ranks.rank, ranks.world))
+        own = self.rank_group.coordinates
+        return self.publisher.publish(version, self.engine.weights(), None, (own.rank, own.world))
 
 
 def train_batch(claim: Claim, rows: TensorDict, trained: int | None = None, *, by_token: bool = True) -> TensorDict:

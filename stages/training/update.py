@@ -34,7 +34,6 @@ from pipeline.warehouse.dock import Dock
 from stages.algorithms.batch import trained_columns
 from stages.algorithms.named import AlgorithmLike
 from stages.engines.protocols import TrainEngine, UndoableEngine
-from stages.engines.strategies import Ranks
 from stages.flow.catalogue import TOKEN_STALENESS
 from stages.rewards.scores import has_failed, has_reward
 from stages.sample_log import Recorder, Sample
@@ -90,7 +89,7 @@ class Update(Stage):
         critic: CriticOrders | None = None,
         scored: bool = False,
     ) -> None:
-        self.rank_group = rank_group or RankGroup(dock.index, Ranks(0))
+        self.rank_group = rank_group or RankGroup(dock.index)
         # For the step's event; each rank fetches the columns that it trains on.
         wanted = (*REWARDS[: 1 + scored], "truncated", "response_ids")
         self.fetches = tuple(name for name in wanted if name in dock.schema)
@@ -247,7 +246,7 @@ class Update(Stage):
                 version = None if self.store is None else self.trained
                 await self.rank_group.broadcast("publish", probe=self._probe, version=version)
             published = await asyncio.to_thread(self._write)
-            if published is not None and self.rank_group.ranks.world > 1:
+            if published is not None and self.rank_group.coordinates.world > 1:
                 published = await self.rank_group.join_parts(published)
             record = published.record() if published else {}
             await self.dock.index.publish_weights(self.trained, record)
@@ -268,7 +267,7 @@ class Update(Stage):
         self.probe = probed(self.engine, self._probe) if self._probe else None
         if self.store is None:
             return None
-        weights, world = self.engine.weights(), self.rank_group.ranks.world
+        weights, world = self.engine.weights(), self.rank_group.coordinates.world
         part = () if world == 1 else ((0, world),)
         return self.store.publish(self.trained, weights, self.probe, *part)
 

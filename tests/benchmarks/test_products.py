@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import Qwen3MoeConfig
 
 from benchmarks.products import Machine, Model, best, main
-from stages.engines.strategies import Ranks
+from stages.parallel.layout import Layout
 
 CONFIG = Qwen3MoeConfig(
     hidden_size=512,
@@ -32,7 +32,7 @@ def test_the_shortest_step_of_those_that_fit_is_chosen() -> None:
         assert found
         assert all(each["memory"] <= memory for each in found)
         assert all(math.prod(each["product"].get(n, 1) for n in ("dp", "tp", "cp", "pp")) == 4 for each in found)
-        assert all(Ranks(0, **each["product"]).world == 4 for each in found)
+        assert all(Layout.for_training(**each["product"]).world == 4 for each in found)
         seconds.append(found[0]["seconds"])
         assert seconds[-1] == min(each["seconds"] for each in found)
     assert seconds == sorted(seconds), "less memory, a longer step"

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestration.run.engines import _torch_train
 from stages.engines.protocols import TrainEngine
-from stages.engines.strategies import Ranks
+from stages.parallel.layout import RankCoordinates
 
 
 class Deaths(TorchDispatchMode):
@@ -33,7 +33,7 @@ class Deaths(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def dying(recipe: Any, *, ranks: Ranks, meeting: Any, calls: list[str], folder: str) -> TrainEngine:
+def dying(recipe: Any, *, ranks: RankCoordinates, meeting: Any, calls: list[str], folder: str) -> TrainEngine:
     engine = _torch_train(recipe, ranks, meeting)
     if ranks.rank == ranks.world - 1:
         plain = engine.train_batch

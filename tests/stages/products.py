@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.parallel import model_of as larger_model
 from stages.adapters.options import AdapterOptions
-from stages.engines.strategies import Ranks
-from stages.engines.torch.sharded import ShardedTrainEngine, placement
+from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.flow.catalogue import ROUTED
-from stages.resharding.layout import Layout, model_state, place
+from stages.parallel.layout import Layout, RankCoordinates
+from stages.parallel.placement import model_state, place, train_placement
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
 from tests.allocations import Allocations
@@ -38,7 +38,7 @@ def name_of(chosen: Mapping[str, int], options: Mapping[str, Any] | None = None)
     return "-".join([*(f"{name}{size}" for name, size in chosen.items()), *map(str, (options or {}).values())])
 
 
-def first_step(ranks: Ranks, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def first_step(ranks: RankCoordinates, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """A step in float32, and :func:`after_steps`, by a rank. Gradients are of the parameters that it has."""
     engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
     logprobs = [row.tolist() for row in engine.logprobs(share(ranks)).unbind()]
@@ -47,7 +47,7 @@ def first_step(ranks: Ranks, kind: str, options: Mapping[str, Any]) -> dict[str,
     return {"metrics": metrics, "logprobs": logprobs, "gradients": of_rank, "steps": after_steps(ranks, kind, options)}
 
 
-def after_steps(ranks: Ranks | None, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def after_steps(ranks: RankCoordinates | None, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """All weights after three steps, in float64, by one process (None) or a rank."""
     model, options = model_of(kind, dtype=torch.float64), {**OPTIONS, "grad_clip": 0.5, "weight_decay": 0.1, **given}
     engine = TorchTrainEngine(model, **options) if ranks is None else ShardedTrainEngine(model, ranks, **options)
@@ -57,7 +57,7 @@ def after_steps(ranks: Ranks | None, kind: str, given: Mapping[str, Any]) -> dic
     return {name: value.numpy() for name, value in weights_of(engine).items()}
 
 
-def of_context(ranks: Ranks, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def of_context(ranks: RankCoordinates, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Gradients of a step, twice; of one whose activations are computed again; of one that computes in bfloat16. And the
     tokens that this rank is fed of each micro-batch."""
     found: dict[str, Any] = {"fed": []}
@@ -71,7 +71,7 @@ def of_context(ranks: Ranks, kind: str, options: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def of_tokens(ranks: Ranks, kind: str) -> dict[str, Any]:
+def of_tokens(ranks: RankCoordinates, kind: str) -> dict[str, Any]:
     """Gradients of a step, and of one whose activations are computed again; and the tokens of each forward of the embedding
     and, on this rank, of each norm between blocks."""
     found: dict[str, Any] = {"fed": [], "norms": []}
@@ -89,7 +89,7 @@ def of_tokens(ranks: Ranks, kind: str) -> dict[str, Any]:
     return found
 
 
-def bytes_of_long_rows(ranks: Ranks, tokens: int, options: Mapping[str, Any]) -> int:
+def bytes_of_long_rows(ranks: RankCoordinates, tokens: int, options: Mapping[str, Any]) -> int:
     """The most bytes that a rank holds at one time in a step of two responses of so many tokens, beyond those before it."""
     engine = ShardedTrainEngine(larger_model(128, False), ranks, **{**OPTIONS, "token_budget": 1024, **options})
     batch = make_batch([(16, (tokens - 16, tokens - 16))])
@@ -100,7 +100,7 @@ def bytes_of_long_rows(ranks: Ranks, tokens: int, options: Mapping[str, Any]) ->
     return max(itertools.accumulate(memory.sizes()))
 
 
-def replayed(ranks: Ranks | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def replayed(ranks: RankCoordinates | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Logprobs and gradients of a batch with choices of experts that are followed, by one process (None) or a rank."""
     rng, rows = torch.Generator().manual_seed(0), unstack(make_batch())
     of_prompts = {int(row["group"]): torch.rand(len(row["prompt_ids"]), 2, 8, generator=rng) for row in rows}
@@ -108,7 +108,7 @@ def replayed(ranks: Ranks | None, options: Mapping[str, Any]) -> dict[str, Any]:
         own = torch.rand(len(row["response_ids"]) - 1, 2, 8, generator=rng)
         order = torch.cat([of_prompts[int(row["group"])], own]).argsort(-1)
         row[ROUTED] = order[..., :2].flatten().to(torch.uint8)
-    batch = stack(rows if ranks is None else [rows[at] for at in positions(ranks.dp)[ranks.replica]])
+    batch = stack(rows if ranks is None else [rows[at] for at in positions(ranks.layout.replicas)[ranks.replica]])
     model = model_of("experts")
     engine = (
         TorchTrainEngine(model, **OPTIONS) if ranks is None else ShardedTrainEngine(model, ranks, **OPTIONS, **options)
@@ -119,7 +119,7 @@ def replayed(ranks: Ranks | None, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"logprobs": logprobs, "gradients": of_rank, "agreement": metrics["routing_agreement"]}
 
 
-def of_experts(ranks: Ranks, folder: str) -> dict[str, Any]:
+def of_experts(ranks: RankCoordinates, folder: str) -> dict[str, Any]:
     """What else holds with experts on several ranks: gradients of a step whose activations are computed again and of one
     whose are not, and the latter's weights, twice; tensors that ranks read otherwise than transformers from ``folder``;
     tokens that were fed, and given to each expert of each layer."""
@@ -134,11 +134,11 @@ def of_experts(ranks: Ranks, folder: str) -> dict[str, Any]:
     return found
 
 
-def figure_three(ranks: Ranks, rollout: Layout) -> int:
+def figure_three(ranks: RankCoordinates, rollout: Layout) -> int:
     """Two steps, and after each the weights in the tensors of ``rollout`` and back again: the bits are those of the whole
     weights, and training ends with the weights that it has without. Returns the bytes that this rank received."""
     state, ended = model_state(model_of("experts").config, torch.float32), []
-    plan = plan_reshard(placement(state, ranks), place(state, rollout, names="vllm"), bucket_bytes=4096)
+    plan = plan_reshard(train_placement(state, ranks.layout), place(state, rollout, names="vllm"), bucket_bytes=4096)
     for swapping in (False, True):
         engine = ShardedTrainEngine(model_of("experts"), ranks, **OPTIONS)
         swap = Swap(plan, ranks.rank, engine.shards(), engine.held, device=engine.device)
@@ -161,7 +161,7 @@ def figure_three(ranks: Ranks, rollout: Layout) -> int:
     return plan.received[ranks.rank]
 
 
-def of_stages(ranks: Ranks, kind: str, folder: str) -> dict[str, Any]:
+def of_stages(ranks: RankCoordinates, kind: str, folder: str) -> dict[str, Any]:
     """Gradients of a step, twice; of one whose activations are computed again, of one in bfloat16, and of adapters where
     the order of passes allows them; and the
     weights that the first one publishes, after it has written them below ``folder``."""
@@ -169,7 +169,7 @@ def of_stages(ranks: Ranks, kind: str, folder: str) -> dict[str, Any]:
     adapters = AdapterOptions(rank=4, alpha=8, targets=(), seed=0, dtype="float32")
     variants: dict[str, dict[str, Any]] = {"first": {}, "second": {}, "again": {"activation_checkpointing": True}}
     variants["half"] = {"compute": torch.bfloat16}
-    if ranks.pipeline == "auto":
+    if ranks.layout.pipeline == "auto":
         variants["adapters"] = {"adapters": adapters}
     for name, more in variants.items():
         engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **more})
@@ -183,11 +183,11 @@ def of_stages(ranks: Ranks, kind: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def swapped_stages(ranks: Ranks, kind: str) -> None:
+def swapped_stages(ranks: RankCoordinates, kind: str) -> None:
     """Two steps, with a swap after each, as :func:`figure_three`."""
     state, ended = model_state(model_of(kind).config, torch.float32), []
     target = place(state, Layout(dp_replicate=ranks.world // 2, tp=2), names="vllm")
-    plan = plan_reshard(placement(state, ranks), target, bucket_bytes=4096)
+    plan = plan_reshard(train_placement(state, ranks.layout), target, bucket_bytes=4096)
     for swapping in (False, True):
         engine = ShardedTrainEngine(model_of(kind), ranks, **OPTIONS)
         swap = Swap(plan, ranks.rank, engine.shards(), engine.held, device=engine.device)

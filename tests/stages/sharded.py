@@ -29,16 +29,16 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.algorithms.policy_gradient.ppo import PPO
 from stages.algorithms.supervised.dpo import DPO
 from stages.engines.plans import GroupShape, deal
-from stages.engines.strategies import Ranks
 from stages.engines.torch import layers as torch_layers
 from stages.engines.torch import sharded as torch_sharded
 from stages.engines.torch.critic import ShardedCriticEngine, TorchCriticEngine
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.layers import rms_norm
-from stages.engines.torch.sharded import ShardedTrainEngine, _whole, placement
+from stages.engines.torch.sharded import ShardedTrainEngine, _whole
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import model_skeleton
-from stages.resharding.layout import Layout, model_state, place
+from stages.parallel.layout import Layout, RankCoordinates
+from stages.parallel.placement import model_state, place, train_placement
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap
 from stages.weight_files import WeightFiles, in_one_dtype
@@ -110,9 +110,9 @@ def positions(dp: int, how: str = "dealt") -> list[list[int]]:
     return [[first[piece.group] + row for piece in share for row in piece.rows] for share in shares]
 
 
-def share(ranks: Ranks, how: str = "dealt", seed: int = 0) -> TensorDict:
+def share(ranks: RankCoordinates, how: str = "dealt", seed: int = 0) -> TensorDict:
     rows = unstack(make_batch(seed=seed))
-    return stack([rows[at] for at in positions(ranks.dp, how)[ranks.replica]])
+    return stack([rows[at] for at in positions(ranks.layout.replicas, how)[ranks.replica]])
 
 
 def algorithm(normalization: Any = "token") -> GRPO:
@@ -139,7 +139,9 @@ def gradients_of_step(engine: Any, batch: TensorDict, of: Any) -> tuple[dict[str
     return seen, metrics
 
 
-def one_step(ranks: Ranks, kind: str, how: str, normalization: str, options: dict[str, Any]) -> dict[str, Any]:
+def one_step(
+    ranks: RankCoordinates, kind: str, how: str, normalization: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """A step on this rank's share, with what one would want to know of it."""
     torch.manual_seed(0)
     engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
@@ -173,7 +175,9 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {name: value.detach().float().cpu().numpy().copy() for name, value in tensors.items()}
 
 
-def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any], of_ppo: dict[str, Any]) -> dict[str, Any]:
+def value_steps(
+    ranks: RankCoordinates | None, folder: str, options: dict[str, Any], of_ppo: dict[str, Any]
+) -> dict[str, Any]:
     """Two steps of PPO with a value head on the trunk, by one process (None) or a rank: metrics, value head, weights; and
     with a ``folder`` a checkpoint in it."""
     made = model_of("llama")
@@ -184,7 +188,7 @@ def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any], of_pp
         rows = unstack(make_batch(seed=seed))
         for row, reward in zip(rows, torch.linspace(-1, 1, len(rows)), strict=True):
             row["reward"] = reward
-        kept = range(len(rows)) if ranks is None else positions(ranks.dp)[ranks.replica]
+        kept = range(len(rows)) if ranks is None else positions(ranks.layout.replicas)[ranks.replica]
         metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), PPO(epochs=1, **of_ppo))))
     if folder:
         writer = checkpoint.Writer(engine, ranks.rank if ranks else 0)
@@ -194,11 +198,11 @@ def value_steps(ranks: Ranks | None, folder: str, options: dict[str, Any], of_pp
     return {"metrics": metrics, "head": _plain(head), "weights": _plain(weights_of(engine))}
 
 
-def critic_steps(ranks: Ranks | None, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def critic_steps(ranks: RankCoordinates | None, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Two steps of a critic of its own, by one process (None) or a rank: metrics, and the values before each step and after
     the last one. A rank writes a checkpoint into ``folder``."""
     made, of = model_of(kind), {**OPTIONS, **options}
-    engine = TorchCriticEngine(made, **of) if ranks is None else ShardedCriticEngine(made, ranks=ranks, **of)
+    engine = TorchCriticEngine(made, **of) if ranks is None else ShardedCriticEngine(made, coordinates=ranks, **of)
     learning = PPO(critic="own").critic_algorithm()
     metrics, values = [], []
     for seed in range(3):
@@ -209,7 +213,7 @@ def critic_steps(ranks: Ranks | None, kind: str, folder: str, options: dict[str,
             row["values"] = found
             values.append(found.tolist())
         if seed < 2:
-            kept = range(len(rows)) if ranks is None else positions(ranks.dp)[ranks.replica]
+            kept = range(len(rows)) if ranks is None else positions(ranks.layout.replicas)[ranks.replica]
             metrics.append(dict(engine.train_batch(stack([rows[at] for at in kept]), learning)))
     one_group = [row for row in rows if int(row["group"]) == int(rows[0]["group"])]
     alone = [row.tolist() for row in engine.values(stack(one_group)).unbind()]
@@ -220,14 +224,14 @@ def critic_steps(ranks: Ranks | None, kind: str, folder: str, options: dict[str,
     return {"metrics": metrics, "values": values, "alone": alone}
 
 
-def steps(ranks: Ranks, kind: str, count: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+def steps(ranks: RankCoordinates, kind: str, count: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     """``count`` steps; metrics of each and the weights at the end."""
     engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
     metrics = [dict(engine.train_batch(share(ranks, seed=seed), algorithm())) for seed in range(count)]
     return [*metrics, _plain(weights_of(engine))]
 
 
-def saved(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def saved(ranks: RankCoordinates, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """A step, and a checkpoint after it, as the ranks of a run write it: beside the next step."""
     engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
     engine.train_batch(share(ranks, seed=0), algorithm())
@@ -241,7 +245,9 @@ def saved(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> dict
     return state
 
 
-def resumed(ranks: Ranks, kind: str, folder: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def resumed(
+    ranks: RankCoordinates, kind: str, folder: str, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state of other weights after that checkpoint was loaded into them, and after one step more."""
     engine = ShardedTrainEngine(model_of(kind, seed=9), ranks, **{**OPTIONS, **options})
     checkpoint.Checkpoint(Path(folder), 1, {}, []).load_into(engine)
@@ -261,19 +267,19 @@ def whole_state(engine: Any) -> dict[str, Any]:
     return {**_plain(tensors), "step": state["step"]}
 
 
-def written(ranks: Ranks, kind: str, folder: str, file_bytes: int) -> None:
+def written(ranks: RankCoordinates, kind: str, folder: str, file_bytes: int) -> None:
     """A Hugging Face checkpoint of bfloat16 compute over float32 weights, in files of at most ``file_bytes``."""
     torch_sharded.FILE_BYTES = file_bytes
     engine = ShardedTrainEngine(model_of(kind), ranks, compute=torch.bfloat16, **OPTIONS)
     engine.save_pretrained(Path(folder))
 
 
-def opened(ranks: Ranks, folder: str) -> dict[str, Any]:
+def opened(ranks: RankCoordinates, folder: str) -> dict[str, Any]:
     """The weights of an engine whose model was read from ``folder``."""
     return _plain(weights_of(sharded_by_files(ranks, folder, torch.float32)))
 
 
-def sharded_by_files(ranks: Ranks, folder: str, dtype: torch.dtype, **options: Any) -> ShardedTrainEngine:
+def sharded_by_files(ranks: RankCoordinates, folder: str, dtype: torch.dtype, **options: Any) -> ShardedTrainEngine:
     """An engine that reads its shards of the checkpoint itself."""
     skeleton = model_skeleton(folder, dtype=dtype)
     assert skeleton is not None
@@ -281,7 +287,7 @@ def sharded_by_files(ranks: Ranks, folder: str, dtype: torch.dtype, **options: A
     return ShardedTrainEngine(model, ranks, weights=files, **{**OPTIONS, **options})
 
 
-def differing(ranks: Ranks, folders: dict[str, str], dtype: torch.dtype) -> list[str]:
+def differing(ranks: RankCoordinates, folders: dict[str, str], dtype: torch.dtype) -> list[str]:
     """The tensors that ranks with shards of each checkpoint have otherwise than ``from_pretrained`` reads them. Every
     parameter has ``dtype``."""
     found = []
@@ -315,7 +321,7 @@ class CountingFiles(WeightFiles):
         return value
 
 
-def bytes_at_loading(ranks: Ranks, folder: str, dtype: torch.dtype) -> tuple[int, int]:
+def bytes_at_loading(ranks: RankCoordinates, folder: str, dtype: torch.dtype) -> tuple[int, int]:
     """The most bytes that this rank holds at one time until its weights are read, of mapped files and of torch's CPU
     allocator, and the bytes of its shard."""
     memory = Allocations()
@@ -334,7 +340,7 @@ def bytes_at_loading(ranks: Ranks, folder: str, dtype: torch.dtype) -> tuple[int
     return max(itertools.accumulate(sizes)) + counting.most, shard
 
 
-def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
+def mixed_steps(ranks: RankCoordinates, count: int) -> dict[str, Any]:
     """Steps in mixed precision: dtypes of what is computed, kept and published, and what came of it."""
     options: dict[str, Any] = {**OPTIONS, "learning_rate": 1e-4, "compute": torch.bfloat16}
     if ranks.world == 1:
@@ -362,7 +368,7 @@ def mixed_steps(ranks: Ranks, count: int) -> dict[str, Any]:
     }
 
 
-def left_alone(ranks: Ranks) -> str:
+def left_alone(ranks: RankCoordinates) -> str:
     """Rank 0 makes a step that rank 1 does not make; what it is metrics then."""
     engine, message = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS), ""
     if ranks.rank == 0:
@@ -373,7 +379,7 @@ def left_alone(ranks: Ranks) -> str:
     return message
 
 
-def taking_turns(ranks: Ranks, kind: str, compute: str, device: str = "cpu") -> list[str]:
+def taking_turns(ranks: RankCoordinates, kind: str, compute: str, device: str = "cpu") -> list[str]:
     """Two steps with an allgather-swap after each, into the tensors of a decoder: it has the engine's weights, and training
     goes on as it does without."""
     state = model_state(model_of(kind).config, torch.float32)
@@ -384,7 +390,7 @@ def taking_turns(ranks: Ranks, kind: str, compute: str, device: str = "cpu") -> 
         decoder = TorchDecoder(model_of(kind, dtype=getattr(torch, compute)), engine.device, packed=False)
         names, dtype = ("vllm" if decoder.fused else "hf"), getattr(torch, compute)
         plan = plan_reshard(
-            placement(state, ranks),
+            train_placement(state, ranks.layout),
             place(state, Layout(dp_replicate=ranks.world), names=names, dtype=dtype),
             bucket_bytes=4096,
         )
@@ -411,7 +417,7 @@ def taking_turns(ranks: Ranks, kind: str, compute: str, device: str = "cpu") -> 
     return sorted(decoder.weights.tensors())
 
 
-def of_masked(ranks: Ranks | None) -> TensorDict:
+def of_masked(ranks: RankCoordinates | None) -> TensorDict:
     """This rank's share of a batch whose second share is masked; None: the first share, which alone is trained."""
     rows = unstack(make_batch())
     half = len(rows) // 2
@@ -422,7 +428,7 @@ def of_masked(ranks: Ranks | None) -> TensorDict:
     return first
 
 
-def masked_step(ranks: Ranks) -> dict[str, float]:
+def masked_step(ranks: RankCoordinates) -> dict[str, float]:
     from tests.stages.engines.torch.test_train import tiny_llama
 
     engine = ShardedTrainEngine(tiny_llama(), ranks, **OPTIONS)
@@ -465,7 +471,7 @@ def algorithm_of_case(case: dict[str, Any]) -> Any:
 
 
 def optimizer_steps(
-    ranks: Ranks | None, cases: list[dict[str, Any]], how: str, options: dict[str, Any]
+    ranks: RankCoordinates | None, cases: list[dict[str, Any]], how: str, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Of each case, in float64: the gradient's norm of each optimizer step, its metrics, and the weights after it; by one
     process (None) or a rank. ``how``: as a run deals the rows, or ``lopsided``: the first replicas get one row each."""
@@ -476,7 +482,11 @@ def optimizer_steps(
         engine = TorchTrainEngine(model, **of) if ranks is None else ShardedTrainEngine(model, ranks, **of)
         rows, algorithm = batch_of_case(case), algorithm_of_case(case)
         if ranks is not None and how == "lopsided":
-            rows = rows[ranks.replica :][:1] if ranks.replica < ranks.dp - 1 else rows[ranks.dp - 1 :]
+            rows = (
+                rows[ranks.replica :][:1]
+                if ranks.replica < ranks.layout.replicas - 1
+                else rows[ranks.layout.replicas - 1 :]
+            )
         elif ranks is not None:
             shapes = [GroupShape(prompt, tuple(lengths)) for prompt, lengths in case["groups"]]
             trained = [
@@ -484,7 +494,7 @@ def optimizer_steps(
                 for (_, lengths), masked in zip(case["groups"], case["masked"], strict=True)
             ]
             whole, count = algorithm.unit == "group", algorithm.mini_batches
-            shares = deal(shapes, ranks.dp, whole=whole, mini_batches=count, trained=trained)
+            shares = deal(shapes, ranks.layout.replicas, whole=whole, mini_batches=count, trained=trained)
             own = {(piece.group + 40, row) for piece in shares[ranks.replica] for row in piece.rows}
             rows = [row for row in rows if (int(row["group"]), int(row["place"])) in own]
         norms: list[float] = []
@@ -506,7 +516,7 @@ def batch_with_rewards(seed: int) -> TensorDict:
 @contextmanager
 def spoiled(engine: Any, at: int, what: str = "gradient") -> Iterator[None]:
     """Meanwhile this process has a gradient, or a loss, that is no number in optimizer step ``at``, counted from 1."""
-    calls, clip, add_up = itertools.count(1), engine._clip, engine._add_up
+    calls, clip, add_up = itertools.count(1), engine._clip, engine.reduce_metrics
 
     def spoiling_clip() -> float:
         if what == "gradient" and next(calls) == at:
@@ -519,14 +529,14 @@ def spoiled(engine: Any, at: int, what: str = "gradient") -> Iterator[None]:
         added: dict[str, float] = add_up(metrics, everywhere)
         return added | {"loss": torch.nan} if what == "loss" and next(calls) == at else added
 
-    engine._clip, engine._add_up = spoiling_clip, spoiling_sums
+    engine._clip, engine.reduce_metrics = spoiling_clip, spoiling_sums
     try:
         yield
     finally:
-        engine._clip, engine._add_up = clip, add_up
+        engine._clip, engine.reduce_metrics = clip, add_up
 
 
-def skipped_on_ranks(ranks: Ranks, where: str) -> dict[str, Any]:
+def skipped_on_ranks(ranks: RankCoordinates, where: str) -> dict[str, Any]:
     """Three batches of two epochs and two mini-batches. Of the second one the last rank has something that is no number:
     the rows of its last group, a gradient or a loss."""
     engine = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS, warmup_steps=8, compute=torch.bfloat16)

@@ -13,7 +13,7 @@ from benchmarks.families import FAMILIES, config_of, write
 from stages import models
 from stages.engines.torch.parallel.tensor import cuts
 from stages.models import load_model
-from stages.resharding.layout import model_state
+from stages.parallel.placement import model_state
 from stages.weight_files import open_skeleton
 from tests.ranks import on_ranks
 from tests.stages.sharded import bytes_at_loading, differing

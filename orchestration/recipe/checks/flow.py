@@ -54,7 +54,9 @@ def flow_resolves(recipe: Recipe) -> Iterator[Problem]:
         wrong = f"is more than the {groups} groups of a step"
         fix = f"use at most {groups}, or set train.groups_per_step = {mini_batches} or more"
         yield Problem("algorithm.options.mini_batches", mini_batches, wrong, fix)
-    dp, key = max((recipe.train.dp, "train.dp"), (recipe.critic.dp if recipe.trains_critic else 1, "critic.dp"))
+    dp, key = max(
+        (recipe.train.replicas, "train.dp"), (recipe.critic.replicas if recipe.trains_critic else 1, "critic.dp")
+    )
     if algorithm.unit == "group" and dp > groups:
         wrong = f"is more than the {groups} groups of a step, which this algorithm's loss takes whole"
         yield Problem(key, dp, wrong, f"use at most {groups}, or set train.groups_per_step = {dp} or more")

@@ -77,7 +77,7 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
     if "torch" not in engines.values() or not model_files.text_config(source):
         return
     from stages.engines.torch.model_check import refusal
-    from stages.engines.torch.sharded import fused
+    from stages.parallel.placement import fused
 
     longest = longest_row(recipe) if longrope_change(recipe) else None
     for side, engine in engines.items():
@@ -86,15 +86,20 @@ def model_can_be_loaded(recipe: Recipe, environment: Environment) -> Iterator[Pr
         if reason := refusal(folder, side, context=longest):
             fix = f"use a model that {side}.engine = 'torch' runs, or another engine"
             yield problem(recipe, key, f"cannot be run by {side}.engine = 'torch' ({reason})", fix)
-        elif side == "train" and recipe.train.tp > 1 and (reason := refusal(folder, side, tp=True)):
+        elif side == "train" and recipe.train.cuts_matrices and (reason := refusal(folder, side, tp=True)):
             fix = "set train.tp = 1 (train.dp shards any model that one rank trains)"
             yield problem(recipe, "train.tp", f"is not available for the model in {source} ({reason})", fix)
-        elif side == "train" and recipe.train.pp > 1 and (reason := refusal(folder, side, pp=True)):
+        elif side == "train" and recipe.train.has_stages and (reason := refusal(folder, side, pp=True)):
             wrong = f"is not available for the model in {source} ({reason})"
             yield problem(
                 recipe, "train.pp", wrong, "set train.pp = 1 (train.dp shards any model that one rank trains)"
             )
-        elif side == "train" and recipe.train.tp > 1 and recipe.colocated and (name := fused(trained_state(recipe))):
+        elif (
+            side == "train"
+            and recipe.train.cuts_matrices
+            and recipe.colocated
+            and (name := fused(trained_state(recipe)))
+        ):
             wrong = f"is not available in a colocated run of {source} ({name} is several matrices in one)"
             yield problem(recipe, "train.tp", wrong, "set train.tp = 1, or launch.placement = 'separate'")
 

@@ -77,7 +77,7 @@ def _fix(recipe: Recipe, side: str, part: str, share: float) -> tuple[str, str]:
     """The key that decides about ``part`` of ``side``, and what makes it fit, when only ``share`` of it has room (none if
     that is negative)."""
     train, rollout = recipe.train, recipe.rollout
-    longest = -(-((prompt_limits(recipe).tokens or 0) + rollout.max_tokens) // train.cp)  # of one rank
+    longest = train.tokens_of_rank((prompt_limits(recipe).tokens or 0) + rollout.max_tokens)
     if part == "arena":
         least = arena_bytes(recipe)
         fits = share * recipe.pipeline.arena >= least

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestration.recipe.model_files import experts_of
-from stages.engines.strategies import STRATEGIES
+from stages.parallel.options import STRATEGIES, Strategies
 
 if TYPE_CHECKING:
     from orchestration.recipe.schema import Recipe
@@ -261,7 +261,7 @@ def reference_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int,
 def critic_memory(recipe: Recipe, sizes: Sizes, parameters: int, prompt: int, learned: int) -> Parts:
     """Bytes of one rank of a critic of its own, by part: a trainer whose head gives one value for each token."""
     whole = recipe.model.model_copy(update={"lora": type(recipe.model.lora)()})
-    ranks = {name: getattr(recipe.critic, name, 1) for name in STRATEGIES}
+    ranks = Strategies().model_dump() | recipe.critic.model_dump(include=set(STRATEGIES))
     alone = recipe.model_copy(update={"train": recipe.train.model_copy(update=ranks), "model": whole})
     return train_memory(alone, sizes, parameters, prompt, parameters) | {"logits": 0}
 

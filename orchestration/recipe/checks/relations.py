@@ -20,7 +20,7 @@ from orchestration.recipe.sections import CriticSection, TrainSection
 from orchestration.recipe.values import format_size
 from pipeline.staleness import passing_steps
 from stages.engines.bounds import LEAST_VLLM
-from stages.engines.strategies import fits_ulysses
+from stages.parallel.options import fits_ulysses
 
 
 @check("guard.off")

@@ -40,9 +40,9 @@ from stages.algorithms.registry import built_in
 from stages.engines.bounds import LEAST, LEAST_TRAINED, MOST_TEMPERATURE
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
-from stages.engines.strategies import Strategies
 from stages.flow.catalogue import Truncated
 from stages.json_schema import key, only_where, schema_of, unit
+from stages.parallel.options import RankSizes, Strategies
 
 
 class LoraSection(Section):
@@ -274,7 +274,7 @@ class TrainSection(Strategies, Section):
     mock: Annotated[dict[str, Any], schema_of(MockTrainOptions)] = key({}, 'Latency model of `engine = "mock"`.')
 
 
-class CriticSection(Section):
+class CriticSection(RankSizes, Section):
     """A critic of its own, for `algorithm.options.critic = "own"`. What is not set here is as in `train`."""
 
     source: str | None = key(
@@ -290,11 +290,6 @@ class CriticSection(Section):
     cp: Count = key(1, "Context-parallel ranks, as `train.cp`, by `train.context_parallel`; default 1.")
     pp: Count = key(1, "Pipeline stages, as `train.pp`; default 1, whatever that is.")
     threads: CountOrZero = key(0, "CPU threads of one rank. 0: the launcher divides the cores.")
-
-    @property
-    def ranks(self) -> int:
-        """Processes that train the critic together."""
-        return self.dp * self.cp * self.tp * self.pp
 
 
 def _teacher_url(value: object) -> object:

@@ -11,7 +11,6 @@ from orchestration.run.builders.job import Work
 from orchestration.run.builders.rollout import held_out_prompts, make_rollout
 from orchestration.run.builders.update import UpdateJob
 from orchestration.run.engines import colocated_engine, probe_rule
-from stages.engines.strategies import Ranks
 from stages.resharding.swap import empty
 from stages.training.colocated import Turn
 from stages.training.shared_device import SharedDevice
@@ -25,7 +24,7 @@ class ColocatedJob(UpdateJob):
 
     async def build(self) -> None:
         recipe = self.recipe
-        rollout = await asyncio.to_thread(colocated_engine, recipe, Ranks.of(self.number, recipe.train))
+        rollout = await asyncio.to_thread(colocated_engine, recipe, self.number)
         self.resources.push_async_callback(rollout.close)
         await rollout.sleep()
         plan = None
@@ -46,7 +45,7 @@ class ColocatedJob(UpdateJob):
             probe=probe_rule(recipe),
             deadline=recipe.launch.collective_timeout,
         )
-        if self.ranks.rank:
+        if self.coordinates.rank:
             self.make_rank_worker(device)
             return
         self._turn = Turn(

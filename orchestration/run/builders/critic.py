@@ -12,8 +12,8 @@ from orchestration.run.builders.job import Job, Work
 from orchestration.run.documents import RANKS
 from orchestration.run.engines import critic_engine
 from stages.algorithms import NamedAlgorithm
-from stages.engines.strategies import Ranks
 from stages.inference.scores import Values
+from stages.parallel.options import critic_layout
 from stages.training.critic import CriticOrders, CriticRank, CriticWorker
 from stages.training.ranks import RankGroup, RankWorker
 
@@ -29,11 +29,11 @@ class CriticJob(Job):
         training = algorithm.critic_algorithm()
         assert training is not None, "such a worker is started for algorithms with a critic alone"
         named = NamedAlgorithm(f"{algorithm.name}'s critic", training)
-        ranks = Ranks.of(self.number, recipe.critic)
+        coordinates = critic_layout(recipe.critic, recipe.train).coordinates(self.number)
         life = await RANKS.get(self.index, kind="update") or ""
-        rank_group = RankGroup(self.index, ranks, f"{life}:critic")
-        meeting = await self.meet(rank_group) if ranks.world > 1 else None
-        engine = await asyncio.to_thread(critic_engine, recipe, ranks if meeting else None, meeting)
+        rank_group = RankGroup(self.index, coordinates, f"{life}:critic")
+        meeting = await self.meet(rank_group) if coordinates.world > 1 else None
+        engine = await asyncio.to_thread(critic_engine, recipe, coordinates, meeting)
         self.resources.callback(engine.close)
         self._writer = checkpoint.Writer(engine, self.number, self.paths.url)
         self.resources.push_async_callback(self._writer.close)
@@ -41,7 +41,7 @@ class CriticJob(Job):
         if found is not None:
             await asyncio.to_thread(found.load_into, engine, checkpoint.CRITIC)
         version = found.version if found else 0
-        if ranks.rank:
+        if coordinates.rank:
             self.rank_worker = rank = CriticRank(
                 self.dock, engine, named, rank_group, version=version, save=self._begin_writing
             )

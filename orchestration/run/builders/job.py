@@ -128,7 +128,7 @@ class Job:
         where. Raises OSError and ValueError for an address that does not serve."""
         recipe, timeout = self.recipe, self.recipe.launch.collective_timeout
         tls = recipe.pipeline.tls_contexts()
-        if rank_group.ranks.rank:
+        if rank_group.coordinates.rank:
             order = await rank_group.receive()
             address = (order["address"][0], order["address"][1])
             joining = functools.partial(join_rendezvous, address, self.secret, timeout=timeout, tls=tls and tls[1])

@@ -31,7 +31,6 @@ from pipeline.controller import Controller
 from pipeline.events import CheckpointEvent
 from pipeline.spans import Spans
 from stages.algorithms.batch import trained_columns
-from stages.engines.strategies import Ranks
 from stages.sample_log import FOLDER, Recorder, SampleLog
 from stages.training import skipped
 from stages.training.critic import CriticOrders
@@ -59,7 +58,7 @@ class UpdateJob(Job):
         await self.make_engine()
         publisher = weight_publisher(self.recipe, self.paths.shared, self.secret, *await self.index.reach())
         self.resources.callback(publisher.close)
-        if self.ranks.rank:
+        if self.coordinates.rank:
             self.make_rank_worker(DeviceLease(), publisher)
             return
         await self.make_stage(publisher, DeviceLease())
@@ -88,13 +87,13 @@ class UpdateJob(Job):
     async def make_engine(self) -> None:
         """Make this rank's engine, with the newest checkpoint in it."""
         recipe = self.recipe
-        self.ranks = Ranks.of(self.number, recipe.train)
+        self.coordinates = recipe.train.layout.coordinates(self.number)
         life = await RANKS.get(self.index, kind=self.kind) or ""  # of a group of several
-        if recipe.trains_critic and not self.ranks.rank:
+        if recipe.trains_critic and not self.coordinates.rank:
             self.critic = CriticOrders(self.index, life)
-        self.rank_group = RankGroup(self.index, self.ranks, life)
-        meeting = await self.meet(self.rank_group) if self.ranks.world > 1 else None
-        self.engine = await asyncio.to_thread(train_engine, recipe, self.ranks if meeting else None, meeting)
+        self.rank_group = RankGroup(self.index, self.coordinates, life)
+        meeting = await self.meet(self.rank_group) if self.coordinates.world > 1 else None
+        self.engine = await asyncio.to_thread(train_engine, recipe, self.coordinates, meeting)
         self.resources.callback(self.engine.close)
         self._saving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._saving.set_result(None)

@@ -62,14 +62,14 @@ class TorchCriticEngine(TorchTrainEngine):
 
 
 class ShardedCriticEngine(TorchCriticEngine, ShardedTrainEngine):
-    """A critic on several ranks; ``ranks`` and ``store`` are those of
+    """A critic on several ranks; ``coordinates`` and ``store`` are those of
     :class:`~stages.engines.torch.sharded.ShardedTrainEngine`."""
 
     def values(self, batch: TensorDictBase) -> torch.Tensor:
         """As in one process, with the same whole ``batch`` on each rank: replicas divide its groups, and all return all
         values."""
         groups, lengths = batch["group"].tolist(), [len(row) for row in batch["response_ids"].unbind()]
-        mine = set(sorted(set(groups))[self.ranks.replica :: self.ranks.dp])
+        mine = set(sorted(set(groups))[self.coordinates.replica :: self.coordinates.layout.replicas])
         own = [at for at, group in enumerate(groups) if group in mine]
         found = super().values(batch[own or [0]])  # without a group of its own, a replica computes with the others
         rows = [torch.zeros(length) for length in lengths]

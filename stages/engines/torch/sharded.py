@@ -44,7 +44,6 @@ from stages import device as devices
 from stages.adapters.export import ADAPTER, base_weights, save_adapter, write_merged
 from stages.adapters.options import AdapterOptions
 from stages.adapters.training import fill_adapters
-from stages.engines.strategies import ContextParallel, Ranks, fits_ulysses
 from stages.engines.torch.optimizer import bound_gradients
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import own_slice
@@ -55,38 +54,39 @@ from stages.engines.torch.parallel.pipeline import Pipeline, keep_own
 from stages.engines.torch.parallel.tensor import cut_matrices
 from stages.engines.torch.train import Result, TorchTrainEngine, take_over
 from stages.models import checkpoint_tensors, write_checkpoint
-from stages.resharding.layout import Layout, ModelState, Placement, place
+from stages.parallel.layout import RankCoordinates
+from stages.parallel.options import fits_ulysses
 from stages.weight_files import WeightFiles, materialize
 
 _SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
 FILE_BYTES = 4 * 2**30  # of one safetensors file, which rank 0 holds in memory while it is written
 
 
-def join(ranks: Ranks, store: dist.Store, device: torch.device, timeout: float) -> None:
+def join(coordinates: RankCoordinates, store: dist.Store, device: torch.device, timeout: float) -> None:
     """Join torch.distributed's default group. Every rank calls this; it returns when all have. A collective call that a rank
     does not join within ``timeout`` seconds raises on the others. Ranks of several nodes meet in a store that has
     ``own_address``, by which this rank reaches the others."""
     devices.use(device)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(ranks, store))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(coordinates, store))
     dist.init_process_group(
         devices.backend(device),
         store=store,
-        rank=ranks.rank,
-        world_size=ranks.world,
+        rank=coordinates.rank,
+        world_size=coordinates.world,
         timeout=timedelta(seconds=timeout),
         device_id=device if device.index is not None and devices.splits_groups(device) else None,
     )
-    if ranks.rank == 0:
+    if coordinates.rank == 0:
         store.set(_SECRET, secrets.token_hex(32))
     prove(bytes(store.get(_SECRET)), device)
 
 
-def _interface(ranks: Ranks, store: dist.Store) -> str:
+def _interface(coordinates: RankCoordinates, store: dist.Store) -> str:
     """Returns the network interface for gloo's ports. They ask for no credentials, so where all ranks are on one node they
     are opened on loopback."""
     if address := getattr(store, "own_address", ""):
-        store.set(f"node {ranks.rank}", node_id(shared_memory_directory()))
-        if len({bytes(store.get(f"node {rank}")) for rank in range(ranks.world)}) > 1:
+        store.set(f"node {coordinates.rank}", node_id(shared_memory_directory()))
+        if len({bytes(store.get(f"node {rank}")) for rank in range(coordinates.world)}) > 1:
             found = psutil.net_if_addrs().items()
             return next(name for name, addresses in found if address in [each.address for each in addresses])
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
@@ -110,16 +110,17 @@ def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None =
 
 
 class ShardedTrainEngine(TorchTrainEngine):
-    """A :class:`TorchTrainEngine` with a model sharded over ``ranks``. With ``store`` it joins the other ranks
-    (:func:`join`) and leaves at :meth:`close`; without, torch.distributed is initialised already.
+    """A :class:`TorchTrainEngine` with a model sharded over the ranks of a layout; this one is at ``coordinates``.
+    With ``store`` it joins the others (:func:`join`) and leaves at :meth:`close`; without, torch.distributed is
+    initialised already.
 
     Every rank passes the same whole ``model`` (on the CPU), or with ``weights`` a skeleton of it, of which it reads its own
     shard alone (:mod:`stages.weight_files`). To :meth:`train_batch` and :meth:`logprobs` it passes the rows of its replica's
     share: at least one, disjoint from those of other replicas. Mini-batches are cut from the rows of all ranks; a replica
     without a row of one makes idle passes. Results equal those of one process with all rows, up to the order of sums;
     metrics are the same on all ranks. With ``compute``, FSDP2 makes the copies in which a rank computes as it gathers a
-    layer; a rank holds shards of the master weights alone. ``context_parallel``: how ranks of ``cp`` compute
-    attention; micro-batches have ``token_budget`` tokens for each of them.
+    layer; a rank holds shards of the master weights alone. Micro-batches have ``token_budget`` tokens for each
+    context-parallel rank.
 
     Raises ValueError for a tensor-parallel plan that this engine does not support.
     """
@@ -127,47 +128,48 @@ class ShardedTrainEngine(TorchTrainEngine):
     def __init__(
         self,
         model: PreTrainedModel,
-        ranks: Ranks,
+        coordinates: RankCoordinates,
         *,
         weights: WeightFiles | None = None,
         store: dist.Store | None = None,
         timeout: float = 300.0,
-        context_parallel: ContextParallel = "ulysses",
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
-        self.ranks, self._weights = ranks, weights
+        layout = coordinates.layout
+        self.coordinates = coordinates
+        self._weights = weights
         self._kind = type(model).__name__  # FSDP makes it another class
         self._joined, self._secret = store is not None, b""
-        device = devices.of_rank(torch.device(device) if device is not None else devices.select(), ranks.rank)
+        device = devices.of_rank(torch.device(device) if device is not None else devices.select(), coordinates.rank)
         if store is not None:
-            join(ranks, store, device, timeout)
+            join(coordinates, store, device, timeout)
             self._secret = bytes(store.get(_SECRET))
         self._base: dict[str, torch.Tensor] = {}  # on rank 0: what exports add adapters to, where no file has it
-        self._context_parallel: ContextParallel = context_parallel
-        heads = model.config.get_text_config().num_attention_heads if ranks.cp > 1 else ranks.tp
-        if context_parallel == "ulysses" and not fits_ulysses(heads, ranks.tp, ranks.cp):
-            raise ValueError(f"cp: {ranks.cp} ranks cannot share {heads} heads evenly; use context_parallel = 'ring'")
-        if ranks.pipeline == "zbv" and options.get("adapters") is not None:
+        self._context_parallel = layout.context_parallel
+        heads = model.config.get_text_config().num_attention_heads if layout.cp > 1 else layout.tp
+        if layout.context_parallel == "ulysses" and not fits_ulysses(heads, layout.tp, layout.cp):
+            raise ValueError(f"cp: {layout.cp} ranks cannot share {heads} heads evenly; use context_parallel = 'ring'")
+        if layout.defers_gradients and options.get("adapters") is not None:
             raise ValueError("pipeline: 'zbv' defers gradients of matrices, which adapters freeze; use 'auto'")
         super().__init__(model, device=device, **options)
         if self._token_budget is not None:
-            self._token_budget *= ranks.cp
+            self._token_budget *= layout.cp
 
     def _place(self, compute: torch.dtype) -> dict[str, nn.Parameter]:
-        ranks, kind = self.ranks, self.device.type
-        self._meshes = Meshes(ranks, kind, partial(prove, self._secret, self.device))
+        own, kind = self.coordinates, self.device.type
+        self._meshes = Meshes(own.layout, kind, partial(prove, self._secret, self.device))
         self.checkpoint_group = dist.new_group(backend="gloo")  # of calls beside those of training
         prove(self._secret, torch.device("cpu"), self.checkpoint_group)
         master = getattr(torch, self._adapters.dtype) if self._adapters else self._dtype
         self._dtype = compute
-        if self._adapters is not None and self._weights is None and ranks.rank == 0:  # no file has them
+        if self._adapters is not None and self._weights is None and own.rank == 0:  # no file has them
             self._base = {name: value.clone() for name, value in base_weights(self.model).items()}
         saved, buffers = self.model.state_dict(), dict(self.model.named_buffers())
         # Of the whole model, also where pipeline stages have parts of it: what is learned, and what else it saves.
         self._learned = {n: _like(p) for n, p in self.model.named_parameters()}
         self._fixed = {n: _like(saved[n]) for n in buffers.keys() & saved.keys()}
-        parts, self._stage_of = keep_own(self.model, ranks) if ranks.pp > 1 else ([], {})
+        parts, self._stage_of = keep_own(self.model, own) if self._meshes.pipes else ([], {})
         # Of these each rank has the gradient of its tokens or heads.
         self._partial = cut_matrices(self.model, self._meshes.tp, self._feeding) if self._meshes.tp else set()
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=master)
@@ -182,7 +184,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             layer.set_modules_to_forward_prefetch([following])  # type: ignore[operator, union-attr]
             following._set_unshard_async_op(True)  # type: ignore[operator, union-attr]
         # The model's own parameters have the same gradient on all tp ranks of a replica.
-        _shard(self.model, self._meshes.outside, policy, float(ranks.tp))
+        _shard(self.model, self._meshes.outside, policy, float(own.layout.tp))
         if self._weights is not None:
             materialize(self.model, self.device)
             self._weights.fill(self.model)
@@ -224,7 +226,7 @@ class ShardedTrainEngine(TorchTrainEngine):
             return packed
         return replace(packed, experts=own_slice(packed.experts, self._meshes.tp.get_group()))
 
-    def _agree(self, passes: Sequence[int]) -> list[tuple[int, int]]:
+    def all_gather_counts(self, passes: Sequence[int]) -> list[tuple[int, int]]:
         counts = self._gathered(torch.tensor(passes, dtype=torch.int64))
         return list(zip(counts.amin(0).tolist(), counts.amax(0).tolist(), strict=True))
 
@@ -250,7 +252,7 @@ class ShardedTrainEngine(TorchTrainEngine):
                 dist.all_reduce(counts, group=mesh.get_group())
         return self._passes.total(self._total(counts))
 
-    def _add_up(self, metrics: dict[str, float], everywhere: bool) -> dict[str, float]:
+    def reduce_metrics(self, metrics: dict[str, float], everywhere: bool) -> dict[str, float]:
         names = sorted(metrics)
         if not everywhere:  # a replica without a row has measured nothing
             own = torch.frombuffer(bytearray(json.dumps(names).encode() + b"\n"), dtype=torch.uint8)
@@ -260,13 +262,13 @@ class ShardedTrainEngine(TorchTrainEngine):
         values = self._gathered(torch.tensor(given, dtype=torch.float32)).double()
         totals, peaks = values.sum(0).tolist(), values.amax(0).tolist()
         added = {name: (peaks if name.startswith("max_") else totals)[at] for at, name in enumerate(names)}
-        return self._passes.told(added)
+        return self._passes.broadcast_from_last(added)
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """The tensors [n, …] of all replicas: [dp, n, …]."""
         widest = devices.widest_float(self.device)
         own = values.to(self.device, widest if values.dtype == torch.float64 else values.dtype)
-        replicas = [torch.empty_like(own) for _ in range(self.ranks.dp)]
+        replicas = [torch.empty_like(own) for _ in range(self.coordinates.layout.replicas)]
         dist.all_gather(replicas, own, group=self._meshes.replicas.get_group())
         return torch.stack(replicas).cpu().to(values.dtype)
 
@@ -294,7 +296,7 @@ class ShardedTrainEngine(TorchTrainEngine):
                 dist.all_reduce(head.grad, group=group)
             heads.append(head.grad)
         if heads:
-            by_copies.setdefault(self.ranks.world, []).extend(heads)
+            by_copies.setdefault(self.coordinates.world, []).extend(heads)
         squares = torch.zeros((), device=self.device)
         for copies, gradients in by_copies.items():
             squares += nn.utils.get_total_norm(gradients).float().square() / copies
@@ -328,18 +330,18 @@ class ShardedTrainEngine(TorchTrainEngine):
         for name, like in self._learned.items():
             if like.requires_grad:
                 value = _whole(own[name].detach().to(self._dtype)) if name in own else None
-                yield name, self._brought(name, value, like)
+                yield name, self._broadcast_from_stage(name, value, like)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         own = dict(self.model.named_buffers())
-        return ((name, self._brought(name, own.get(name), like)) for name, like in self._fixed.items())
+        return ((name, self._broadcast_from_stage(name, own.get(name), like)) for name, like in self._fixed.items())
 
-    def _brought(self, name: str, value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    def _broadcast_from_stage(self, name: str, value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """``value``, which the pipeline stage of ``name`` has."""
         if self._pipeline is None:
             return value  # type: ignore[return-value]
         dtype = like.dtype if name in self._fixed else self._dtype
-        if value is None or not self._pipeline.has(self._stage_of[name]):
+        if value is None or self._stage_of[name] not in self.coordinates.virtual_stages:
             value = torch.empty(like.shape, dtype=dtype, device=self.device)
         return self._pipeline.broadcast(value.contiguous(), self._stage_of[name])
 
@@ -361,7 +363,7 @@ class ShardedTrainEngine(TorchTrainEngine):
         values: Iterable[tuple[str, torch.Tensor]] = chain(self.weights(), self._buffers())
         if state is not None:
             values = ((name, state["model"][name]) for name in empty)
-        if self.ranks.rank:
+        if self.coordinates.rank:
             deque(values, maxlen=0)  # the calls that gather them
             return
         saved = (pair for n, v in values for pair in checkpoint_tensors(self.model, {n: v}).items())
@@ -371,65 +373,11 @@ class ShardedTrainEngine(TorchTrainEngine):
     def _save_adapters(self, path: Path, adapters: AdapterOptions, state: Mapping[str, Any] | None) -> None:
         names = [name for name, like in self._learned.items() if like.requires_grad]
         matrices = dict(self.weights()) if state is None else {name: state["model"][name] for name in names}
-        if self.ranks.rank == 0:
+        if self.coordinates.rank == 0:
             matrices = {name: value.to(self._dtype) for name, value in matrices.items()}
             save_adapter(path.with_name(ADAPTER), self._adapter_config, matrices)
             base = self._weights or self._base
             write_merged(path, self.model, matrices, adapters.scale, base=base, kind=self._kind)
-
-
-def fused(model: ModelState) -> str:
-    """Returns the first tensor of a layer that has several matrices in one, or "". Tensor-parallel ranks cut its rows, not
-    each matrix; experts they do not cut."""
-    firsts = ((tensor.name, model.by_name[tensor.parts[0]]) for tensor in model.tensors if len(tensor.parts) > 1)
-    return next((name for name, first in firsts if first.layer is not None and not first.expert), "")
-
-
-def layout_of(ranks: Ranks) -> Layout:
-    """Returns where the weights of layers are; experts are not cut (``etp`` 1). Context-parallel ranks are further shards of
-    them."""
-    return Layout(
-        ranks.dp_replicate,
-        ranks.dp // ranks.dp_replicate * ranks.cp,
-        ranks.tp,
-        ranks.ep,
-        1,
-        ranks.pp,
-        ranks.vpp,
-        ranks.pipeline,
-    )
-
-
-def ranks_of(layout: Layout) -> Ranks:
-    """Returns the ranks of which :func:`layout_of` is ``layout``."""
-    return Ranks(
-        0,
-        layout.dp_replicate * layout.dp_shard,
-        layout.tp,
-        layout.dp_replicate,
-        layout.pp,
-        layout.vpp,
-        ep=layout.ep,
-        pipeline=layout.pipeline,
-    )
-
-
-def placement(model: ModelState, ranks: Ranks) -> Placement:
-    """Returns what each rank of a :class:`ShardedTrainEngine` holds of ``model``: layers are split over tp and then over dp,
-    the other parameters over all ranks of their pipeline stage. With tp, not of a tensor that :func:`fused` names."""
-    layout = layout_of(ranks)
-    whole = Layout(
-        layout.dp_replicate, layout.dp_shard * layout.tp, pp=ranks.pp, vpp=ranks.vpp, pipeline=ranks.pipeline
-    )
-    layers, rest = place(model, layout), place(model, whole)
-    within = {t.name for t in model.tensors if model.by_name[t.parts[0]].layer is not None}
-    return Placement(
-        layers.layout,
-        tuple(
-            tuple(layer if layer.name in within else other for layer, other in zip(*pair, strict=True))
-            for pair in zip(layers.ranks, rest.ranks, strict=True)
-        ),
-    )
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -212,7 +212,7 @@ class TorchTrainEngine:
         """Call ``compute`` while the model's own parameters, which belong to no layer, are whole."""
         return compute(*arguments)
 
-    def _agree(self, passes: Sequence[int]) -> list[tuple[int, int]]:
+    def all_gather_counts(self, passes: Sequence[int]) -> list[tuple[int, int]]:
         """The fewest and the most that a replica has of each of ``passes``."""
         return [(count, count) for count in passes]
 
@@ -232,7 +232,7 @@ class TorchTrainEngine:
         """``counts`` of the tokens that each rank was fed, added up over all ranks."""
         return counts
 
-    def _add_up(self, metrics: dict[str, float], everywhere: bool) -> dict[str, float]:
+    def reduce_metrics(self, metrics: dict[str, float], everywhere: bool) -> dict[str, float]:
         """Combine the metrics of all ranks: the largest of those called ``max_…``, the sum of the others. ``everywhere``:
         all replicas have measured the same."""
         return metrics
@@ -432,7 +432,7 @@ def _optimize(
         )
         own = {"fed_tokens": float(fed), **engine.expert_load.metrics(engine._total_of_tokens)}
         measured = {name: value.item() for name, value in sums.items()}
-        added = engine._add_up(measured | own, mini_batch.everywhere)
+        added = engine.reduce_metrics(measured | own, mini_batch.everywhere)
         loss, engine_metrics = added.pop("loss"), {name: added.pop(name) for name in own}
         gap, metrics = split_gap(added)
         gap |= engine._routing.metrics(engine._total_of_tokens)
@@ -466,7 +466,7 @@ def _scores(engine: TorchTrainEngine, batch: TensorDictBase) -> tuple[list[torch
     of_values = [torch.empty(0)] * len(responses)
     alone = [plan_micro_batches([group.shape], engine._token_budget) for group in groups]
     plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
-    [(_, passes)] = engine._agree([len(plan)])
+    [(_, passes)] = engine.all_gather_counts([len(plan)])
     packings = [partial(pack_pieces, [piece], engine.device, groups, responses, experts) for piece in plan]
     for piece, (logprobs, _, values) in zip(plan, engine._passes.score(packings, passes), strict=False):
         numbers = [groups[piece.group].rows[row] for row in piece.rows]
@@ -551,7 +551,7 @@ def take_over(engine: TorchTrainEngine) -> None:
                 check_logits(engine.model, "a packed batch", of_packed, expected, engine._dtype)
             except ValueError as error:
                 wrong = str(error)
-    if wrong := engine._passes.told(wrong):
+    if wrong := engine._passes.broadcast_from_last(wrong):
         raise ValueError(wrong)
 
 
@@ -585,7 +585,8 @@ def _mini_batches(
     plans = [plan_micro_batches([group.shape for group in part], engine._token_budget, whole=whole) for part in parts]
     least = algorithm.least_group_size if whole else 1
     mini_batches = []
-    for rows, part, plan, (fewest, most) in zip(cut, parts, plans, engine._agree(list(map(len, plans))), strict=True):
+    passes = engine.all_gather_counts([len(plan) for plan in plans])
+    for rows, part, plan, (fewest, most) in zip(cut, parts, plans, passes, strict=True):
         counts = [tokens[number][place] for number, places in rows.items() for place in places]
         trained_rows = sum(count > 0 for count in counts)
         compared_groups = sum(

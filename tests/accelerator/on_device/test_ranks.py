@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
+from stages.parallel.layout import RankCoordinates
 from tests.batches import make_batch
 from tests.ranks import of_product
 from tests.stages import sharded
 
 
-def collectives(ranks: Ranks) -> dict[str, Any]:
+def collectives(ranks: RankCoordinates) -> dict[str, Any]:
     own = torch.device("npu", ranks.rank)
     value = torch.full((3,), 1.0 + ranks.rank, device=own)
     dist.all_reduce(value)
@@ -29,7 +29,7 @@ def collectives(ranks: Ranks) -> dict[str, Any]:
     return {"backend": dist.get_backend(), "sum": value.tolist(), "every": every.tolist(), "at": str(every.device)}
 
 
-def statistics(ranks: Ranks) -> tuple[list[float], list[float]]:
+def statistics(ranks: RankCoordinates) -> tuple[list[float], list[float]]:
     """Sums over ranks of float64 and of int64, which come from the host."""
     engine = ShardedTrainEngine(sharded.model_of("llama"), ranks, **{**sharded.OPTIONS, "device": "npu"})
     total = engine._total(torch.tensor([0.5, 1e-3], dtype=torch.float64) * (1 + ranks.rank))

@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 from api.cli import main as cli
 from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import reshard_plan, turns
-from stages.engines.strategies import Ranks
-from stages.engines.torch.sharded import placement
 from stages.models import load_config
-from stages.resharding.layout import Layout, model_state, place
+from stages.parallel.layout import Layout
+from stages.parallel.placement import model_state, place, train_placement
 from stages.resharding.plan import adamw_bytes, memory, plan_reshard
 from tests.stages.resharding.models import SMALL, moe_config
 
@@ -35,7 +34,7 @@ def test_json_has_the_plans_figures() -> None:
     code, out, _ = plan("tiny", "--train", "dp=2,tp=2", "--rollout", "dp=4,tp=1", "--bucket", "16KiB", "--json")
     report = json.loads(out)
     state = model_state(load_config("tiny"))
-    train = placement(state, Ranks(0, 2, 2))  # as the engine lays it out
+    train = train_placement(state, Layout.for_training(dp=2, tp=2))  # as the engine lays it out
     made = plan_reshard(train, place(state, Layout(dp_replicate=4), names="vllm"), bucket_bytes=16 * 1024)
     assert code == 0
     assert (report["bytes"], report["ranks"], report["rounds"]) == (state.nbytes, 4, len(made.rounds))

@@ -15,7 +15,7 @@ from orchestration.recipe.load import load_recipe, parse_recipe
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.engines import rollout_engine
-from stages.resharding.layout import parse_layout
+from stages.parallel.layout import parse_layout
 from tests.orchestration.recipe.minimal import MINIMAL, problems
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -19,12 +19,12 @@ from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import memory_of, parameters_of_source, plan
 from stages import device
 from stages.engines.plans import GroupShape, plan_micro_batches
-from stages.engines.schedules import orders
 from stages.engines.torch import token_logprobs
 from stages.engines.torch.decoding import attention
 from stages.engines.torch.packing import pack
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
+from stages.parallel.schedules import orders
 from tests.orchestration.recipe.minimal import problems
 
 CONFIG: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 112, "num_attention_heads": 6}

@@ -18,9 +18,9 @@ from orchestration.run.engines import tokenizer_of
 from orchestration.run.run import Run
 from orchestration.run.storage import store as stores
 from orchestration.run.storage.store import CheckpointStore, StoreRefused
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
+from stages.parallel.layout import RankCoordinates
 from stages.weights import manifest
 from stages.weights.manifest import FilesDamaged
 from tests.orchestration.run.test_run import assert_equal, synchronous, trained
@@ -143,7 +143,7 @@ def test_a_store_that_refuses_is_tried_again_and_then_named(
         CheckpointStore("s3://none/runs").push(here, keep=1)
 
 
-def saved_apart(ranks: Ranks, disks: str, url: str, environment: dict[str, str]) -> dict[str, Any]:
+def saved_apart(ranks: RankCoordinates, disks: str, url: str, environment: dict[str, str]) -> dict[str, Any]:
     """A step, and a checkpoint of it in which each rank writes to a disk of its own; its state."""
     os.environ.update(environment)
     engine = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS)

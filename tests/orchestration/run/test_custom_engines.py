@@ -14,7 +14,7 @@ from orchestration.run.engines import reference_engine, rollout_engine, train_en
 from orchestration.run.run import Run
 from orchestration.run.worker import FATAL
 from stages.engines.registry import ENTRY_POINTS, EngineUnknown, Side
-from stages.engines.strategies import Ranks
+from stages.parallel.layout import ALONE, Layout, RankCoordinates
 from tests.orchestration.runs import TINY, complete, recipe
 from tests.stages.engines.counting import CountingTrainEngine
 from tests.stages.engines.echo import EchoRolloutEngine
@@ -26,7 +26,7 @@ BOTH["train"] = {**TINY["train"], "engine": COUNTING}
 made: list[tuple[Any, ...]] = []
 
 
-def watched(recipe: Any, *, ranks: Ranks, meeting: Any, **options: Any) -> CountingTrainEngine:
+def watched(recipe: Any, *, ranks: RankCoordinates, meeting: Any, **options: Any) -> CountingTrainEngine:
     made.append((recipe, ranks, meeting, options))
     return cast("CountingTrainEngine", train_engine(BOTH_RECIPE))
 
@@ -107,9 +107,12 @@ def test_a_train_factory_is_told_its_rank_and_makes_the_reference_too() -> None:
     made.clear()
     of = recipe(TINY, train__engine=f"{HERE}:watched", train__options={"speed": 2})
     meeting = HashStore()
-    train_engine(of, Ranks(1, 2), meeting)
+    train_engine(of, Layout.for_training(dp=2).coordinates(1), meeting)
     reference_engine(of)
-    assert made == [(of, Ranks(1, 2), meeting, {"speed": 2}), (of, Ranks(0), None, {"speed": 2})]
+    assert made == [
+        (of, Layout.for_training(dp=2).coordinates(1), meeting, {"speed": 2}),
+        (of, ALONE, None, {"speed": 2}),
+    ]
 
 
 def test_what_is_made_must_be_an_engine() -> None:

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from orchestration.recipe.schema import Recipe
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
-from stages.engines.strategies import Ranks
+from stages.parallel.layout import RankCoordinates
 
 
 class CountingTrainEngine(MockTrainEngine):
@@ -33,6 +33,6 @@ class CountingTrainEngine(MockTrainEngine):
         save_file({"step": torch.tensor([1 + (state or self.state_dict())["step"]])}, path / "model.safetensors")
 
 
-def engine(recipe: Recipe, *, ranks: Ranks, meeting: Any, step_seconds: float = 0.0) -> CountingTrainEngine:
+def engine(recipe: Recipe, *, ranks: RankCoordinates, meeting: Any, step_seconds: float = 0.0) -> CountingTrainEngine:
     """``step_seconds`` may be given in train.options."""
     return CountingTrainEngine(MockTrainOptions(step_seconds=step_seconds, time_scale=1.0), seed=recipe.seed)

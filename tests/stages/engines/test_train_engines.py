@@ -12,9 +12,9 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
 from stages.engines.protocols import TrainEngine
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine, join
 from stages.engines.torch.train import TorchTrainEngine
+from stages.parallel.layout import ALONE
 from tests.batches import make_batch
 from tests.stages.engines.contract_train import TrainEngineContract
 from tests.stages.sharded import OPTIONS, model_of
@@ -46,12 +46,12 @@ class TestShardedOnOneRank(TrainEngineContract):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def _group(cls) -> Iterator[None]:
-        join(Ranks(0), dist.HashStore(), torch.device("cpu"), 60)
+        join(ALONE, dist.HashStore(), torch.device("cpu"), 60)
         yield
         dist.destroy_process_group()
 
     def make(self, seed: int) -> TrainEngine:
-        return ShardedTrainEngine(model_of("qwen3", seed=seed), Ranks(0), **OPTIONS)
+        return ShardedTrainEngine(model_of("qwen3", seed=seed), ALONE, **OPTIONS)
 
     def test_it_is_the_torch_engine_but_for_rounding(self) -> None:
         sharded, plain = self.make(0), TorchTrainEngine(model_of("qwen3"), **OPTIONS)
@@ -75,5 +75,5 @@ class TestShardedOwningItsGroup(TrainEngineContract):
     def make(self, seed: int) -> TrainEngine:
         store = None if dist.is_initialized() else dist.HashStore()
         options = {**OPTIONS, "compute": torch.bfloat16, "store": store}
-        self.made.append(ShardedTrainEngine(model_of("llama", seed=seed), Ranks(0), **options))
+        self.made.append(ShardedTrainEngine(model_of("llama", seed=seed), ALONE, **options))
         return self.made[-1]

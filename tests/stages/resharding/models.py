@@ -8,7 +8,8 @@ import torch
 from hypothesis import strategies as st
 from transformers import Phi3Config, Qwen3MoeConfig
 
-from stages.resharding.layout import Layout, LayoutError, ModelState, Parameter, Split, Tensor, place
+from stages.parallel.layout import Layout, LayoutError
+from stages.parallel.placement import ModelState, Parameter, Split, Tensor, place
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50,

@@ -22,8 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
+from stages.parallel.layout import Layout
+from stages.parallel.placement import ModelState, Names, Placement, model_state, place
 from stages.resharding.exchange import GroupExchange, SharedExchange
-from stages.resharding.layout import Layout, ModelState, Names, Placement, model_state, place
 from stages.resharding.plan import Phase, PhaseMemory, ReshardPlan, memory, plan_reshard
 from stages.resharding.swap import State, Swap, SwapError, live_bytes, local_weights, training_state
 from tests.stages.resharding.models import SMALL, fused_config, moe_config

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
-from stages.resharding.layout import Layout, ModelState, Placement, model_state, place
+from stages.parallel.layout import Layout
+from stages.parallel.placement import ModelState, Placement, model_state, place
 from stages.resharding.plan import (
     Phase,
     PlanError,

@@ -22,10 +22,10 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockRolloutEngine, MockTrainEngine
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, SamplingParams, SwapTimes, WeightMismatch
-from stages.engines.strategies import Ranks
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_model, tiny_tokenizer
+from stages.parallel.layout import Layout
 from stages.rollout.stage import Rollout
 from stages.rollout.weight_follower import ATTEMPTS, SwapPolicy, SwapRefused, WeightFollower
 from stages.training.ranks import RankGroup, RankWorker
@@ -417,7 +417,7 @@ async def test_all_ranks_give_their_weights_again(trained: Index, tmp_path: Path
                 together.wait(20)
                 yield name, tensor
 
-    rank_groups = [RankGroup(trained, Ranks(rank, 1, 2), "life") for rank in range(2)]
+    rank_groups = [RankGroup(trained, Layout.for_training(tp=2).coordinates(rank), "life") for rank in range(2)]
     halves = [Half(MockTrainOptions(step_seconds=0)) for _ in rank_groups]
     dock: Any = SimpleNamespace(index=trained, schema=())
     rank_worker = RankWorker(

@@ -17,9 +17,9 @@ from pipeline.spans import Spans
 from pipeline.staleness import StalenessPlan
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.strategies import Ranks
 from stages.flow.catalogue import catalogue
 from stages.flow.resolver import resolve
+from stages.parallel.layout import ALONE, Layout
 from stages.resharding.swap import State
 from stages.training.colocated import Turn
 from stages.training.ranks import RankGroup, RankWorker
@@ -128,7 +128,7 @@ class Table:
     def __init__(self, dock: Dock, evaluator: Any = None, **options: Any) -> None:
         self.device, self.update = Noted(), Told()
         settings = {"steps": STEPS, "groups": STEPS * P, "every": 1, "ahead": True, "overlap": True, **options}
-        rank_group = RankGroup(dock.index, Ranks(0))
+        rank_group = RankGroup(dock.index, ALONE)
         self.turn = Turn(self.device, rank_group, dock.index, evaluator, **settings)  # type: ignore[arg-type]
         self.run = asyncio.create_task(self.turn.run(self.update))  # type: ignore[arg-type]
 
@@ -273,7 +273,7 @@ async def test_a_run_that_stops_gives_up_its_evaluation_and_lets_what_is_held_en
 
 
 async def test_a_rank_worker_follows_the_orders_of_rank_0(index: Index) -> None:
-    first, other = (RankGroup(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
+    first, other = (RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "one") for rank in (0, 1))
     device, nothing = Noted(), object()
     rank_worker = RankWorker(nothing, nothing, nothing, other, version=0, save=nothing, device=device)  # type: ignore[arg-type]
     listening = asyncio.create_task(rank_worker.run())

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import prove
+from stages.parallel.layout import RankCoordinates
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
 
-def listening_addresses(ranks: Ranks) -> list[str]:
+def listening_addresses(ranks: RankCoordinates) -> list[str]:
     """Local addresses, as /proc/net has them, on which this process listens once its groups have been made."""
-    mesh = init_device_mesh("cpu", (ranks.dp,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh("cpu", (ranks.layout.replicas,), mesh_dim_names=("dp",))
     dist.all_reduce(torch.ones(1), group=mesh.get_group("dp"))
     links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
     own = {match[1] for link in links if (match := re.fullmatch(r"socket:\[(\d+)\]", link))}
@@ -31,7 +31,7 @@ def _is_open(fd: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{fd}")
 
 
-def refused(ranks: Ranks) -> str:
+def refused(ranks: RankCoordinates) -> str:
     """What is raised where one rank has another secret than the others."""
     prove(b"shared by both", CPU)
     try:

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from pipeline.index.client import Index, IndexRefused
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.strategies import Ranks
+from stages.parallel.layout import ALONE, Layout
 from stages.training.ranks import RankGroup, RankWorker
 from stages.weights.documents import RANK_ORDERS
 from stages.weights.store import WeightStore, probed
@@ -60,7 +60,9 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(
 ) -> None:
     claim, rows = await filled(dock)
     algorithm = GRPO()
-    rank_groups = [RankGroup(dock.index, Ranks(rank, dp, tp), "life") for rank in range(dp * tp)]
+    rank_groups = [
+        RankGroup(dock.index, Layout.for_training(dp=dp, tp=tp).coordinates(rank), "life") for rank in range(dp * tp)
+    ]
     together = threading.Barrier(len(rank_groups))
     engines = [Looking(together) for _ in rank_groups]
     rank_workers = [
@@ -113,19 +115,19 @@ async def test_each_replica_fetches_its_own_rows_and_all_rows_are_fetched(
 
 
 async def test_what_all_have_heard_is_forgotten_and_another_life_hears_nothing_of_it(index: Index) -> None:
-    first, other = (RankGroup(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
+    first, other = (RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "one") for rank in (0, 1))
     for number in range(3):
         await first.broadcast("train", number=number)
         assert (await other.receive())["number"] == number
     with pytest.raises(IndexRefused, match="was removed"):
-        await RankGroup(index, Ranks(1, 2, 1), "one").receive()
-    again = [RankGroup(index, Ranks(rank, 2, 1), "two") for rank in (0, 1)]
+        await RankGroup(index, Layout.for_training(dp=2).coordinates(1), "one").receive()
+    again = [RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "two") for rank in (0, 1)]
     await again[0].broadcast("end")
     assert await again[1].receive() == {"do": "end"}
 
 
 async def test_what_they_do_not_do_together_is_kept_until_everybody_has_surely_heard_it(index: Index) -> None:
-    first, other = (RankGroup(index, Ranks(rank, 2, 1), "one") for rank in (0, 1))
+    first, other = (RankGroup(index, Layout.for_training(dp=2).coordinates(rank), "one") for rank in (0, 1))
     await first.broadcast("generate")
     assert (await other.receive())["do"] == "generate"
     await first.broadcast("return", together=False)
@@ -139,6 +141,6 @@ async def test_what_they_do_not_do_together_is_kept_until_everybody_has_surely_h
 
 
 async def test_one_rank_alone_sends_no_orders(index: Index) -> None:
-    alone = RankGroup(index, Ranks(0))
+    alone = RankGroup(index, ALONE)
     await alone.broadcast("train", claim={})
     assert await RANK_ORDERS.at(life="").read(index, 0, 0.05) is None

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import join
+from stages.parallel.layout import Layout
 from stages.training.rendezvous import Rendezvous, join_rendezvous
 from stages.weights.secret_socket import ProofRefused
 from tests.machines import two_machines
@@ -96,7 +96,7 @@ def rank(number: int, host: str, port: int = 0) -> None:
         store: dist.Store = met.store
     else:
         store = join_rendezvous((host, port), SECRET, timeout=60.0)
-    join(Ranks(number, 2, 1), store, torch.device("cpu"), 60.0)
+    join(Layout.for_training(dp=2).coordinates(number), store, torch.device("cpu"), 60.0)
     total = torch.tensor([1.0 + number])
     dist.all_reduce(total)
     print(json.dumps({"sum": total.item(), "interface": os.environ["GLOO_SOCKET_IFNAME"]}), flush=True)

@@ -13,8 +13,8 @@ import torch
 
 from pipeline.warehouse.dock import Dock
 from stages.algorithms.policy_gradient.grpo import GRPO
-from stages.engines.strategies import Ranks
 from stages.flow.catalogue import MASK
+from stages.parallel.layout import Layout
 from stages.training.critic import CriticOrders, CriticRank, CriticWorker
 from stages.training.ranks import RankGroup, RankWorker
 from stages.training.update import Update
@@ -43,7 +43,8 @@ async def pair(dock: Dock, policy_skips: bool, critic_skips: bool) -> Any:
     """The update stage, and the engines of two ranks of the policy and two of the critic."""
     policies, critics = ([Counting(skips) for _ in range(2)] for skips in (policy_skips, critic_skips))
     of_policy, of_critic = (
-        [RankGroup(dock.index, Ranks(rank, dp=2), name) for rank in range(2)] for name in ("policy", "critic")
+        [RankGroup(dock.index, Layout.for_training(dp=2).coordinates(rank), name) for rank in range(2)]
+        for name in ("policy", "critic")
     )
 
     async def save(folder: Path) -> Any:
@@ -118,7 +119,7 @@ async def test_rows_are_dealt_by_what_each_mini_batch_trains_of_them(
 ) -> None:
     """The second group has the longest rows, and is masked: it is in no mini-batch, so the ranks share the three others."""
     claim, _ = await filled(dock)
-    rank_group = RankGroup(dock.index, Ranks(0, dp=2))
+    rank_group = RankGroup(dock.index, Layout.for_training(dp=2).coordinates(0))
     plain = await rank_group.deal(dock, claim, GRPO(mini_batches=2))
     for step in ({0, 1}, {2, 3}):
         assert all({int(claim.group[at]) for at in share} & step for share in plain)

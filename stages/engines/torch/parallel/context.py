@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from stages.engines.strategies import ContextParallel
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import Join
 from stages.engines.torch.parallel.ring import Ring, inverse
 from stages.engines.torch.parallel.ulysses import attention_by_heads
+from stages.parallel.options import ContextParallel
 
 
 @dataclass(frozen=True)

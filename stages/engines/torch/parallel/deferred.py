@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.engines.schedules import Action
 from stages.engines.torch.layers import linear, product
+from stages.parallel.schedules import Action
 
 Kept = tuple[
     torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor

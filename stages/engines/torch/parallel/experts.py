@@ -32,9 +32,11 @@ def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
     """Deal the experts of ``model`` out to the ranks of ``meshes``. Returns the modules to be sharded over
     ``meshes.experts``: none where ranks share neither experts nor tokens. Raises ValueError for a number of experts that
     the ranks cannot share evenly."""
-    ep = meshes.ranks.ep
-    modules = expert_modules(model) if ep * meshes.ranks.tp > 1 else []
-    if ep > 1 and not modules and meshes.ranks.pp == 1:  # a pipeline stage may have other layers alone
+    if meshes.ep is None and meshes.tp is None:
+        return []
+    ep = 1 if meshes.ep is None else meshes.ep.size()
+    modules = expert_modules(model)
+    if ep > 1 and not modules and not meshes.pipes:  # a pipeline stage may have other layers alone
         raise ValueError(f"ep: {type(model).__name__} has no experts; use ep = 1")
     for module in modules:
         plain, parameters = module.forward, module._parameters

@@ -39,7 +39,7 @@ class Passes:
         found: torch.Tensor = self._engine._run(logits)
         return found
 
-    def told(self, value: Value) -> Value:
+    def broadcast_from_last(self, value: Value) -> Value:
         """``value`` as the rank with the output head has it."""
         return value
 

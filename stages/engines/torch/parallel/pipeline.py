@@ -3,7 +3,7 @@
     embeddings ▸ layers ─ hidden states [1, S, H] ─▶ layers ─▶ … ─▶ layers ▸ norm ▸ head ▸ loss
                         ◀───── their gradients ────
 
-Every rank of a replica knows the tokens S of each micro-batch and the order of all ranks (stages/engines/schedules.py), so
+Every rank of a replica knows the tokens S of each micro-batch and the order of all ranks (stages/parallel/schedules.py), so
 hidden states are sent as they are, without padding and without their shapes, and received in the order in which they are
 sent. A virtual stage is the model's own decoder with other modules in the places of those that other ranks have.
 """
@@ -14,6 +14,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
@@ -22,18 +23,18 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from stages.engines.schedules import Action, filled, holder, orders
-from stages.engines.strategies import Ranks
 from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.deferred import DeferredGradients
 from stages.engines.torch.parallel.mesh import Meshes
 from stages.engines.torch.parallel.passes import Outputs, Packing, Passes, Value, idle_batch
-from stages.resharding.layout import model_state, stage_layers
+from stages.parallel.layout import RankCoordinates
+from stages.parallel.placement import check_stages, model_state, stage_layers
+from stages.parallel.schedules import Action
 
 SHARED_BYTES = 64 * 2**10  # of what the last stage tells the others, as JSON
 
 
-class Absent(nn.Module):
+class Placeholder(nn.Module):
     """In the place of a module that another rank has. Returns what it is called with, or ``given``; for the numbers of words
     zeros [1, S, H], of which decoders read the shape."""
 
@@ -49,12 +50,19 @@ class Absent(nn.Module):
         return self.given.new_zeros(1).expand(*hidden_states.shape, self.given.shape[-1]) if words else self.given
 
 
-class Part:
-    """What a rank has of the model for one virtual stage: modules of the decoder by name, and its ``layers``. ``entry``
-    stands where hidden states of the stage before come in."""
+@dataclass(frozen=True, eq=False)
+class PipelineStage:
+    """What a rank has of the model for one virtual stage."""
 
-    def __init__(self, modules: dict[str, nn.Module], layers: Sequence[nn.Module], entry: Absent) -> None:
-        self.modules, self.layers, self.entry = modules, layers, entry
+    number: int
+
+    modules: dict[str, nn.Module]
+    """Those of the decoder, by name."""
+
+    layers: Sequence[nn.Module]
+
+    entry: Placeholder
+    """Stands where hidden states of the stage before come in."""
 
 
 def planned(model: PreTrainedModel) -> list[str]:
@@ -68,71 +76,78 @@ def planned(model: PreTrainedModel) -> list[str]:
     return names
 
 
-def keep_own(model: PreTrainedModel, ranks: Ranks) -> tuple[list[Part], dict[str, int]]:
-    """Take the modules out of ``model`` that other pipeline stages than that of ``ranks`` have. Returns this rank's parts,
-    and the virtual stage of each parameter and buffer of the whole model (of tied embeddings the first one). Raises
-    ValueError for a model that cannot be cut, or not into as many."""
-    decoder, names, stages = model.base_model, planned(model), ranks.pp * ranks.vpp
+def keep_own(model: PreTrainedModel, at: RankCoordinates) -> tuple[list[PipelineStage], dict[str, int]]:
+    """Take the modules out of ``model`` that other pipeline stages than that of the rank ``at`` have.
+
+    Returns this rank's virtual stages, and the virtual stage of each parameter and buffer of the whole model (of tied
+    embeddings the first one). Raises ValueError for a model that cannot be cut, or not into as many."""
+    decoder, names, layout = model.base_model, planned(model), at.layout
+    count = layout.virtual_stages
     state = model_state(model.config)
-    if stages > state.layers:
-        raise ValueError(f"pp: {ranks.pp} stages of {ranks.vpp} parts are more than the {state.layers} layers")
-    dealt = stage_layers(state.costs, stages)
+    check_stages(state, layout)
+    dealt = stage_layers(state.costs, count)
     (embedding, words), (stack, layers), (norm, last_norm) = ((name, decoder.get_submodule(name)) for name in names)
     of: dict[str, int] = {}
     for name in chain(*(dict(found).keys() for found in (model.named_parameters(), model.named_buffers()))):
         _, _, inside = name.partition(f"{model.base_model_prefix}.{stack}.")
         layer = int(inside.partition(".")[0]) if inside else -1
-        of[name] = next((at for at, some in enumerate(dealt) if layer in some), stages - 1)
+        of[name] = next((stage for stage, layers_of in enumerate(dealt) if layer in layers_of), count - 1)
         if name.startswith(f"{model.base_model_prefix}.{embedding}."):
             of[name] = 0
     whole: list[Any] = list(layers)  # type: ignore[call-overload]
-    parts = []
-    for stage in (each for each in range(stages) if holder(each, ranks.pp, ranks.pipeline) == ranks.stage):
-        mine = dealt[stage]
-        entry = Absent(whole[mine[0] - 1])
-        placed = [layer if at in mine else Absent(layer) for at, layer in enumerate(whole)]
-        if stage:
+    stages = []
+    for number in at.virtual_stages:
+        mine = dealt[number]
+        entry = Placeholder(whole[mine[0] - 1])
+        placed = [layer if place in mine else Placeholder(layer) for place, layer in enumerate(whole)]
+        if number:
             placed[mine[0] - 1] = entry  # the decoder may change what comes from its embeddings
         modules = {
-            embedding: words if stage == 0 else entry,
+            embedding: words if number == 0 else entry,
             stack: nn.ModuleList(placed),
-            norm: last_norm if stage == stages - 1 else Absent(),
+            norm: last_norm if number == count - 1 else Placeholder(),
         }
-        parts.append(Part(modules, [whole[at] for at in mine], entry))
-    is_first, is_last = ranks.stage == 0, ranks.stage == holder(stages - 1, ranks.pp, ranks.pipeline)
-    own = {id(layer) for part in parts for layer in part.layers}
-    kept = nn.ModuleList([layer if id(layer) in own else Absent(layer) for layer in whole])
+        stages.append(PipelineStage(number, modules, [whole[layer] for layer in mine], entry))
+    is_first = at.stage == 0
+    is_last = at.stage == layout.last_stage
+    own = {id(layer) for stage in stages for layer in stage.layers}
+    kept = nn.ModuleList([layer if id(layer) in own else Placeholder(layer) for layer in whole])
     has_words = is_first or (is_last and bool(state.tied))
-    decoder._modules.update({stack: kept, embedding: words if has_words else Absent()})
-    decoder._modules[norm] = last_norm if is_last else Absent()
+    decoder._modules.update({stack: kept, embedding: words if has_words else Placeholder()})
+    decoder._modules[norm] = last_norm if is_last else Placeholder()
     if not is_last and not (is_first and state.tied):
-        model.set_output_embeddings(Absent())
-    return parts, of
+        model.set_output_embeddings(Placeholder())
+    return stages, of
 
 
 class Pipeline(Passes):
-    """Runs the virtual stages of ``engine``, which has ``parts`` of its model. Ranks of a replica make the same calls."""
+    """Runs the virtual ``stages`` that ``engine`` has of its model. Ranks of a replica make the same calls."""
 
-    def __init__(self, engine: Any, parts: Sequence[Part], meshes: Meshes) -> None:
+    def __init__(self, engine: Any, stages: Sequence[PipelineStage], meshes: Meshes) -> None:
         super().__init__(engine)
-        self._parts, self._ranks, self._tp = parts, meshes.ranks, meshes.tp
+        self._stages = {stage.number: stage for stage in stages}
+        self._layout = meshes.layout
+        self._own: RankCoordinates = engine.coordinates
+        self._ranks = self._layout.group("pp", self._own.rank)  # of each pipeline stage, with this one's place in it
+        self._tp = meshes.tp
         self._decoder = engine.model.base_model
-        self._kept = {name: self._decoder._modules[name] for name in parts[0].modules}
+        self._kept = {name: self._decoder._modules[name] for name in stages[0].modules}
         self._up, self._down = meshes.pipes  # to ranks after this one, and before: neither waits for the other
-        self.last = self._ranks.pp * self._ranks.vpp - 1
-        layers = [layer for part in parts for layer in part.layers]
-        self._deferred = DeferredGradients(layers) if self._ranks.pipeline == "zbv" else None
-        engine._run(lambda: None)  # FSDP finds all parts before one of them takes the others' places
+        self.last = self._layout.virtual_stages - 1
+        layers = [layer for stage in stages for layer in stage.layers]
+        self._deferred = DeferredGradients(layers) if self._layout.defers_gradients else None
+        engine._run(lambda: None)  # FSDP finds all stages before one of them takes the others' places
         # What the backward pass needs next: FSDP knows no order of several micro-batches that are under way.
-        for part in parts:
-            units = [unit for layer in part.layers for unit in _units(layer)]
+        for stage in stages:
+            units = [unit for layer in stage.layers for unit in _units(layer)]
             for before, unit in pairwise([engine.model, *units]):
                 unit.set_modules_to_backward_prefetch([before])
 
     def learn(self, batches: Sequence[Packing], passes: int, loss: Callable[..., torch.Tensor]) -> None:
-        engine, ranks, idle = self._engine, self._ranks, idle_batch(self._engine.device)
+        engine = self._engine
+        idle = idle_batch(engine.device)
         packed = [make() for make in batches]
-        packed += [idle] * (filled(ranks.pp, ranks.vpp, passes, ranks.pipeline) - len(packed))
+        packed += [idle] * (self._layout.filled(passes) - len(packed))
         fed = [engine._fed(one) for one in packed]
 
         def compute(number: int, is_last: bool) -> Any:
@@ -160,8 +175,8 @@ class Pipeline(Passes):
 
         self.run([one.ids.shape[1] for one in fed], compute)
         empty = torch.empty(0)
-        told = [self.broadcast(one) for one in found]
-        return [(one[0], empty, one[1] if kinds == 2 else empty) for one in told]
+        scores = [self.broadcast(one) for one in found]
+        return [(one[0], empty, one[1] if kinds == 2 else empty) for one in scores]
 
     def probe(
         self, tokens: int, hidden: Callable[[], torch.Tensor], logits: Callable[[], torch.Tensor]
@@ -186,31 +201,31 @@ class Pipeline(Passes):
     ) -> None:
         """Run micro-batches of so many ``tokens``. ``compute(number, is_last)`` returns the hidden states [1, S, H] of one,
         or after the last stage its loss. ``learn``: is called before each backward pass; None: there is none."""
-        ranks, engine, tp = self._ranks, self._engine, self._tp
+        engine, tp = self._engine, self._tp
         tokens = tokens if tp is None else [len(own_slice(torch.arange(count), tp.get_group())) for count in tokens]
-        ordered = orders(ranks.pp, ranks.vpp, len(tokens), backward=learn is not None, kind=ranks.pipeline)
+        ordered = self._layout.orders(len(tokens), backward=learn is not None)
         mail = _Mail(ordered, tokens, self, engine)
         under_way: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        for action in ordered[ranks.stage]:
-            _, stage, number = action
-            part = self._parts[stage // ranks.pp]
+        for action in ordered[self._own.stage]:
+            _, virtual_stage, number = action
+            stage = self._stages[virtual_stage]
             if action.kind == "F":
-                given = mail.receive(action.needs) if stage else None
+                given = mail.receive(action.needs) if virtual_stage else None
                 if given is not None and learn is not None:
                     given.requires_grad_()
-                with self._as(part, given):
-                    out = compute(number, stage == self.last)
-                if stage < self.last:
+                with self._as(stage, given):
+                    out = compute(number, virtual_stage == self.last)
+                if virtual_stage < self.last:
                     mail.send(action, out.detach())
                 if learn is not None:
-                    under_way[stage, number] = given, out
+                    under_way[virtual_stage, number] = given, out
             elif action.kind == "W" and self._deferred is not None:
-                self._deferred.compute(action, [unit for layer in part.layers for unit in _units(layer)])
+                self._deferred.compute(action, [unit for layer in stage.layers for unit in _units(layer)])
             elif learn is not None:
-                given, out = under_way.pop((stage, number))
-                gradient = mail.receive(action.needs) if stage < self.last else None
+                given, out = under_way.pop((virtual_stage, number))
+                gradient = mail.receive(action.needs) if virtual_stage < self.last else None
                 learn(number)
-                engine.model.set_modules_to_backward_prefetch([_units(part.layers[-1])[-1]])
+                engine.model.set_modules_to_backward_prefetch([_units(stage.layers[-1])[-1]])
                 torch.autograd.backward(out, gradient)
                 if self._deferred is not None:
                     self._deferred.keep(action)
@@ -219,23 +234,18 @@ class Pipeline(Passes):
         mail.close()
 
     @contextmanager
-    def _as(self, part: Part, given: torch.Tensor | None) -> Iterator[None]:
-        self._decoder._modules.update(part.modules)
-        part.entry.given = given
+    def _as(self, stage: PipelineStage, given: torch.Tensor | None) -> Iterator[None]:
+        self._decoder._modules.update(stage.modules)
+        stage.entry.given = given
         try:
             yield
         finally:
             self._decoder._modules.update(self._kept)
-            part.entry.given = None
-
-    def has(self, stage: int) -> bool:
-        """Whether virtual stage ``stage`` is on this rank."""
-        return holder(stage, self._ranks.pp, self._ranks.pipeline) == self._ranks.stage
+            stage.entry.given = None
 
     def rank_of(self, stage: int) -> int:
         """The rank with which this one exchanges what stage ``stage`` sends or receives."""
-        ranks = self._ranks
-        return holder(stage, ranks.pp, ranks.pipeline) * ranks.of_stage + ranks.rank % ranks.of_stage
+        return self._ranks[self._layout.stage_of(stage)]
 
     def group(self, source: int, target: int) -> dist.ProcessGroup:
         return self._up if source < target else self._down
@@ -246,7 +256,7 @@ class Pipeline(Passes):
         dist.broadcast(value, source, group=self._up)
         return value
 
-    def told(self, value: Value) -> Value:
+    def broadcast_from_last(self, value: Value) -> Value:
         """``value``, which JSON can write, as the last stage has it."""
         text = json.dumps(value).encode().ljust(SHARED_BYTES)
         buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._engine.device)
@@ -261,9 +271,9 @@ class Pipeline(Passes):
 
     def join_tied(self, gradient: torch.Tensor) -> None:
         """Add to the ``gradient`` of embeddings that are the output head too what the other end of the pipeline has."""
-        if 0 < self._ranks.stage < self._ranks.pp - 1:
+        if self._own.stage not in (0, self._layout.last_stage):
             return
-        me, other = self._ranks.rank, self.rank_of(self.last if self._ranks.stage == 0 else 0)
+        me, other = self._own.rank, self.rank_of(self.last if self._own.stage == 0 else 0)
         given = torch.empty_like(gradient)
         sending: Any = dist.isend(gradient.clone(), other, group=self.group(me, other))
         dist.recv(given, other, group=self.group(other, me))
@@ -279,7 +289,7 @@ class _Mail:
         self._tokens, self._pipeline, self._engine = tokens, pipeline, engine
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._held: dict[Action, torch.Tensor] = {}
-        self._me, self._coming = engine.ranks.rank, dict[int, deque[Action]]()
+        self._me, self._coming = engine.coordinates.rank, dict[int, deque[Action]]()
         for stage, order in enumerate(ordered):
             rank = pipeline.rank_of(stage)
             self._coming[rank] = deque(a for a in order if self._to(a) == self._me and rank != self._me)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
+from stages.parallel.layout import Layout
 from tests.ranks import of_product
 from tests.stages.products import bytes_of_long_rows, of_context, replayed
 from tests.stages.sharded import OPTIONS, model_of
@@ -24,7 +24,7 @@ def gap(found: Any, expected: Any) -> float:
 
 @both
 def test_ranks_divide_tokens_with_the_same_bits_each_time_and_compute_them_again(method: str) -> None:
-    found = of_product({"cp": 2}, of_context, "grouped", {"context_parallel": method, "token_budget": 40})
+    found = of_product({"cp": 2, "context_parallel": method}, of_context, "grouped", {"token_budget": 40})
     for result in found:
         for name, gradient in result["first"].items():
             np.testing.assert_array_equal(result["second"][name], gradient, err_msg=name)
@@ -39,7 +39,7 @@ def test_ranks_divide_tokens_with_the_same_bits_each_time_and_compute_them_again
 @both
 def test_four_ranks_hold_four_times_the_tokens_in_the_memory_of_one(method: str) -> None:
     [one] = of_product({"dp": 1}, bytes_of_long_rows, 1024, {})
-    found = of_product({"cp": 4}, bytes_of_long_rows, 4096, {"context_parallel": method})
+    found = of_product({"cp": 4, "context_parallel": method}, bytes_of_long_rows, 4096, {})
     assert 0.9 * one < median(found) < 1.12 * one
     assert max(found) < 1.25 * one, "how long gloo holds what it sends depends on the other ranks"
 
@@ -48,7 +48,7 @@ def test_four_ranks_hold_four_times_the_tokens_in_the_memory_of_one(method: str)
 def test_choices_of_experts_are_divided_with_the_tokens(method: str) -> None:
     torch.set_num_threads(1)
     expected = replayed(None, {})
-    for found in of_product({"cp": 2, "ep": 2}, replayed, {"context_parallel": method}):
+    for found in of_product({"cp": 2, "ep": 2, "context_parallel": method}, replayed, {}):
         for got, wanted in zip(found["logprobs"], expected["logprobs"], strict=True):
             assert got == pytest.approx(wanted, rel=1e-5, abs=1e-5)
         assert found["agreement"] == pytest.approx(
@@ -61,4 +61,4 @@ def test_choices_of_experts_are_divided_with_the_tokens(method: str) -> None:
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cp: 4 ranks cannot share 6 heads evenly; use context_parallel = 'ring'"):
-        ShardedTrainEngine(model_of("llama"), Ranks(0, cp=4), **OPTIONS)
+        ShardedTrainEngine(model_of("llama"), Layout.for_training(cp=4).coordinates(0), **OPTIONS)

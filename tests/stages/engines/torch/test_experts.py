@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.resharding.layout import Layout
+from stages.parallel.layout import Layout
 from tests.ranks import of_product
 from tests.stages.products import figure_three, of_experts
 from tests.stages.sharded import model_of

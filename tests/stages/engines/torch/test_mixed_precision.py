@@ -14,7 +14,8 @@ from orchestration.run.checkpoint import Checkpoint, Writer
 from stages.engines.torch import optimizer
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.train import TorchTrainEngine
-from stages.resharding.layout import Layout, model_state, place
+from stages.parallel.layout import Layout
+from stages.parallel.placement import model_state, place
 from stages.resharding.plan import plan_reshard
 from stages.resharding.swap import Swap, live_bytes
 from tests.batches import make_batch

@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from stages.adapters.options import AdapterOptions
-from stages.engines.schedules import filled, orders, slots
-from stages.engines.strategies import Ranks
 from stages.engines.torch.sharded import ShardedTrainEngine
 from stages.engines.torch.train import TorchTrainEngine
-from stages.resharding.layout import Layout, LayoutError
+from stages.parallel.layout import Layout, LayoutError
+from stages.parallel.schedules import Action, filled, orders
 from tests.ranks import of_product
 from tests.stages.products import of_stages, replayed, swapped_stages
 from tests.stages.sharded import OPTIONS, critic_steps, model_of, opened, value_steps, weights_of
@@ -28,6 +27,27 @@ ZBV: dict[str, Any] = {**STAGES, "pipeline": "zbv"}
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def slots(ordered: list[list[Action]], *, backward: int = 2) -> tuple[int, int]:
+    """The slots that ranks take for ``ordered`` together from first to last, when a pass takes one and a backward pass
+    ``backward``, and those in which one of them is idle. Raises ValueError where ranks would wait for each other."""
+    last, at, free = max(a.stage for order in ordered for a in order), [0] * len(ordered), [0] * len(ordered)
+    done: dict[Action, int] = {}
+    while any(at[rank] < len(order) for rank, order in enumerate(ordered)):
+        before = len(done)
+        for rank, order in enumerate(ordered):
+            while at[rank] < len(order):
+                action = order[at[rank]]
+                if 0 <= action.needs.stage <= last and action.needs not in done:
+                    break
+                free[rank] = max(free[rank], done.get(action.needs, 0)) + (backward if action.kind == "B" else 1)
+                done[action] = free[rank]
+                at[rank] += 1
+        if len(done) == before:
+            raise ValueError(f"ranks wait for each other after {before} of {sum(map(len, ordered))} passes")
+    work = max(sum(backward if a.kind == "B" else 1 for a in order) for order in ordered)
+    return max(free), max(free) - work
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 2), (3, 3)])
@@ -60,12 +80,12 @@ def test_zero_bubbles_leave_a_third_of_what_interleaved_stages_wait(pp: int) -> 
 def test_deferred_gradients_are_refused_where_they_cannot_be() -> None:
     for wrong in ({}, {"pp": 2}, {"pp": 2, "vpp": 3}, {"vpp": 2}):
         with pytest.raises(ValueError, match="pipeline: 'zbv'"):
-            Ranks(0, pipeline="zbv", **wrong)
+            Layout.for_training(pipeline="zbv", **wrong).coordinates(0)
         with pytest.raises(LayoutError, match="pipeline: 'zbv'"):
             Layout(pipeline="zbv", **wrong)
     adapters = AdapterOptions(rank=4, alpha=8, targets=(), seed=0, dtype="float32")
     with pytest.raises(ValueError, match="adapters freeze"):
-        ShardedTrainEngine(model_of("llama-5"), Ranks(0, **ZBV), **OPTIONS, adapters=adapters)
+        ShardedTrainEngine(model_of("llama-5"), Layout.for_training(**ZBV).coordinates(0), **OPTIONS, adapters=adapters)
 
 
 @pytest.mark.parametrize("stages", [STAGES, ZBV], ids=["interleaved", "zbv"])

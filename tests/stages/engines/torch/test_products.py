@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.strategies import Ranks
 from stages.engines.torch.train import TorchTrainEngine
+from stages.parallel.layout import Layout
 from tests.batches import make_batch
 from tests.ranks import of_product
 from tests.stages.products import after_steps, first_step, name_of, of_tokens
@@ -34,18 +34,18 @@ PRODUCTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("moe", {"dp": 1, "tp": 2}, {}),
     ("experts", {"dp": 4, "dp_replicate": 2, "ep": 2}, {}),
     ("qwen3", {"cp": 2}, {}),
-    ("qwen3", {"cp": 2}, RING),
+    ("qwen3", {"cp": 2, **RING}, {}),
     ("grouped", {"cp": 4}, {}),
-    ("grouped", {"cp": 4}, RING),
+    ("grouped", {"cp": 4, **RING}, {}),
     ("grouped", {"dp": 2, "cp": 2}, {}),
-    ("biased", {"tp": 2, "cp": 2}, RING),
+    ("biased", {"tp": 2, "cp": 2, **RING}, {}),
     ("grouped", {"dp": 2, "tp": 2, "cp": 2}, {}),
-    ("llama", {"dp": 2, "tp": 2, "cp": 2}, RING),
-    ("grouped", {"dp": 2, "dp_replicate": 2, "cp": 2}, RING),
+    ("llama", {"dp": 2, "tp": 2, "cp": 2, **RING}, {}),
+    ("grouped", {"dp": 2, "dp_replicate": 2, "cp": 2, **RING}, {}),
     ("sinks", {"cp": 2}, {}),
-    ("sinks", {"cp": 2}, RING),
+    ("sinks", {"cp": 2, **RING}, {}),
     ("experts", {"cp": 2, "ep": 2}, {}),
-    ("moe", {"dp": 2, "cp": 2, "ep": 2}, RING),
+    ("moe", {"dp": 2, "cp": 2, "ep": 2, **RING}, {}),
     ("qwen3-5", {"pp": 2}, {}),
     ("biased-4", {"pp": 4}, {}),
     ("llama-4", {"dp": 2, "pp": 2}, {}),
@@ -108,7 +108,9 @@ def test_gradients_and_three_steps_are_those_of_one_process(
         assert got.pop("max_expert_load", 1.0) == pytest.approx(wanted.pop("max_expert_load", 1.0), rel=0.2)
         assert got == pytest.approx(wanted, rel=1e-5, abs=1e-7)
         assert result["metrics"] == found[0]["metrics"], "every rank returns the same"
-        for at, row in zip(shares[Ranks(rank, **chosen).replica], result["logprobs"], strict=True):
+        for at, row in zip(
+            shares[Layout.for_training(**chosen).coordinates(rank).replica], result["logprobs"], strict=True
+        ):
             assert row == pytest.approx(expected["logprobs"][at], rel=1e-5, abs=1e-5)
     gradients = ChainMap(*(result["gradients"] for result in found))  # a pipeline stage has its own
     assert gradients.keys() == expected["gradients"].keys()
@@ -145,8 +147,8 @@ def test_tensor_parallel_ranks_divide_the_tokens_between_blocks(kind: str, tp: i
 def test_a_checkpoint_of_one_product_resumes_at_another_bit_for_bit(
     kind: str, first: dict[str, Any], then: dict[str, Any], tmp_path: Path
 ) -> None:
-    before = ChainMap(*of_product(first, saved, kind, str(tmp_path), RING))
-    found = ChainMap(*(state for state, _ in of_product(then, resumed, kind, str(tmp_path), RING)))
+    before = ChainMap(*of_product(first, saved, kind, str(tmp_path), {}))
+    found = ChainMap(*(state for state, _ in of_product(then, resumed, kind, str(tmp_path), {})))
     assert any(np.abs(value).max() > 0 for name, value in before.items() if name.startswith("exp_avg/"))
     assert found.keys() == before.keys()
     for name, value in before.items():

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from orchestration.run.checkpoint import Checkpoint, Writer
 from stages.engines.plans import GroupShape, deal
-from stages.engines.strategies import Ranks
 from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 from stages.engines.torch.parallel.tensor import cuts
 from stages.engines.torch.sharded import fused
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
-from stages.resharding.layout import model_state
+from stages.parallel.layout import Layout
+from stages.parallel.placement import model_state
 from tests.batches import make_batch
 from tests.ranks import of_product, on_ranks
 from tests.stages.products import name_of
@@ -156,7 +156,7 @@ def test_a_value_head_on_ranks_is_that_of_one_process(
     """Its gradient, the gradient's norm with it, its moments; and what the ranks save, one process resumes."""
     options: dict[str, Any] = {"grad_clip": 0.5}
     expected = value_steps(None, "", options, of_ppo)
-    found = of_product(chosen, value_steps, str(tmp_path), {**options, "context_parallel": "ring"}, of_ppo)
+    found = of_product({**chosen, "context_parallel": "ring"}, value_steps, str(tmp_path), options, of_ppo)
     for result in found:
         for got, wanted in zip(result["metrics"], expected["metrics"], strict=True):
             shared = got.keys() & wanted.keys() - {"fed_tokens"}
@@ -374,9 +374,9 @@ def test_ranks_in_mixed_precision_are_as_near_to_float32_as_one(dp: int, tp: int
 
 
 def test_ranks_are_distinguished() -> None:
-    assert [Ranks(rank, 2, 3).replica for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [Layout.for_training(dp=2, tp=3).coordinates(rank).replica for rank in range(6)] == [0, 0, 0, 1, 1, 1]
     with pytest.raises(ValueError, match="4 of 4"):
-        Ranks(4, 2, 2)
+        Layout.for_training(dp=2, tp=2).coordinates(4)
 
 
 shapes = st.lists(

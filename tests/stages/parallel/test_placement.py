@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
-from stages.resharding.layout import (
-    Layout,
-    LayoutError,
+from stages.parallel.layout import Layout, LayoutError, parse_layout
+from stages.parallel.placement import (
     ModelState,
     Names,
     Parameter,
@@ -24,7 +23,6 @@ from stages.resharding.layout import (
     head_ranges,
     intersect,
     model_state,
-    parse_layout,
     place,
     stage_layers,
     subtract,
@@ -86,7 +84,9 @@ def test_local_tensors_are_full_and_every_element_is_held(state: ModelState, dat
     for parameter in state.parameters:
         counts = held[parameter.name]
         assert counts.min() >= 1
-        stages = len({layout.seat(r).stage for r in range(layout.world) if _holds(placement.ranks[r], parameter.name)})
+        stages = len(
+            {layout.coordinates(r).stage for r in range(layout.world) if _holds(placement.ranks[r], parameter.name)}
+        )
         if (parameter.split and parameter.split.rule != "key_value") or layout.tp <= state.kv_heads:
             copies = _copies(layout, parameter) * max(stages, 1)
             assert (counts == copies).all(), (parameter, layout)
@@ -204,7 +204,7 @@ def test_shards_cut_what_tensor_parallelism_left() -> None:
 @pytest.mark.parametrize("order", ["inner", "outer"])
 def test_neighbours_hold_different_experts_or_the_same(order: str) -> None:
     layout = Layout(dp_replicate=2, tp=2, ep=2, ep_order=order)  # type: ignore[arg-type]
-    assert [layout.seat(rank).ep for rank in range(4)] == ([0, 1, 0, 1] if order == "inner" else [0, 0, 1, 1])
+    assert [layout.coordinates(rank).ep for rank in range(4)] == ([0, 1, 0, 1] if order == "inner" else [0, 0, 1, 1])
 
 
 def test_dp_means_what_the_side_does_with_it() -> None:
@@ -219,7 +219,6 @@ def test_dp_means_what_the_side_does_with_it() -> None:
     [
         ("dp=two", r"train\.dp: 'two' is no number of ranks; write for example dp=2"),
         ("dp=0", r"train\.dp_shard: 0 is no number of ranks; use a whole number >= 1"),
-        ("cp=2", r"train\.cp: cuts no weights, .* give dp times cp as dp_shard"),
         ("tensor=2", r"train\.tensor: is no part of a layout; use dp, .*tp"),
         ("tp=2,tp=2", r"train\.tp: 'tp=2' gives tp a second time"),
         ("dp=2,dp_shard=4", r"train\.dp_shard: 'dp_shard=4' gives dp_shard a second time"),

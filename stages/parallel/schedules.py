@@ -89,24 +89,3 @@ def _zbv(rank: int, pp: int, micro_batches: int) -> Iterator[Action]:
     for part in (1, 0):
         while done["W", part] < count:
             yield from some("W", part)
-
-
-def slots(ordered: list[list[Action]], *, backward: int = 2) -> tuple[int, int]:
-    """The slots that ranks take for ``ordered`` together from first to last, when a pass takes one and a backward pass
-    ``backward``, and those in which one of them is idle. Raises ValueError where ranks would wait for each other."""
-    last, at, free = max(a.stage for order in ordered for a in order), [0] * len(ordered), [0] * len(ordered)
-    done: dict[Action, int] = {}
-    while any(at[rank] < len(order) for rank, order in enumerate(ordered)):
-        before = len(done)
-        for rank, order in enumerate(ordered):
-            while at[rank] < len(order):
-                action = order[at[rank]]
-                if 0 <= action.needs.stage <= last and action.needs not in done:
-                    break
-                free[rank] = max(free[rank], done.get(action.needs, 0)) + (backward if action.kind == "B" else 1)
-                done[action] = free[rank]
-                at[rank] += 1
-        if len(done) == before:
-            raise ValueError(f"ranks wait for each other after {before} of {sum(map(len, ordered))} passes")
-    work = max(sum(backward if a.kind == "B" else 1 for a in order) for order in ordered)
-    return max(free), max(free) - work

@@ -1,48 +1,32 @@
-"""Layouts: which rank holds which box of which parameter, and where in its local tensors.
+"""Placements: which rank holds which box of which parameter, and where in its local tensors.
 
     Hugging Face config ──▶ model_state() ──▶ parameters, each whole and unfused
-    Layout (dp_replicate, dp_shard, tp, ep, etp, pp) ─┐
+    Layout (stages/parallel/layout.py) ───────────────┐
     names of an engine ("hf", "vllm") ────────────────┴─▶ place() ──▶ for each rank: local tensors, made of pieces
 
-A *parameter* is a weight that no engine splits by meaning: q, k and v each, gate and up each. A *tensor* is what an engine
-stores: several parameters side by side (``qkv_proj``), or one. All of it is arithmetic on sizes; nothing is allocated here.
-
-Ranks are counted with pipeline stages outermost, then data-parallel replicas, then data-parallel shards, then
-tensor-parallel ranks. The experts of a stage use the same ranks in an order of their own:
-
-    dense    (pp, dp_replicate, dp_shard, tp)
-    experts  (pp, data-parallel rest, ep, etp), or with ``ep_order = "outer"`` (pp, ep, data-parallel rest, etp)
-
-Context parallelism splits sequences, not weights: its ranks are further data-parallel shards (``dp_shard`` is dp · cp, cp
-counting faster, as in torchtitan), so a layout has no ``cp``. The train engine has no etp; plans are computed for all of
-these.
+A *parameter* is a weight that no engine splits by meaning: q, k and v each, gate and up each. A *tensor* is what an
+engine stores: several parameters side by side (``qkv_proj``), or one. All of it is arithmetic on sizes; nothing is
+allocated here. The train engine splits no expert (etp); plans are computed for all layouts.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import inf, prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
-from stages.engines.schedules import Kind, holder
+from stages.parallel.layout import Layout, LayoutError, RankCoordinates
 
 Range = tuple[int, int]
 Box = tuple[Range, ...]  # start and end along each dimension; () is the box of a scalar
 Names = Literal["hf", "vllm"]
-Side = Literal["train", "rollout"]
-EpOrder = Literal["inner", "outer"]
-_WORDS: dict[str, Any] = {"pipeline": Kind, "ep_order": EpOrder}  # fields of a layout that are no number of ranks
 Rule = Literal["chunk", "query", "key_value"]
-
-
-class LayoutError(ValueError):
-    """A layout that is not valid or does not fit its model. The message names the field, the value and the fix."""
 
 
 # --- boxes -----------------------------------------------------------------------------------------------------------
@@ -299,121 +283,6 @@ def _fused(model: ModelState) -> Iterator[Tensor]:
         yield tensor
 
 
-# --- layouts ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A product of parallelisms over ``world`` ranks. Every field is a number of ranks, except ``ep_order``.
-
-    ``dp_replicate`` copies. ``dp_shard`` splits dimension 0 of what tensor parallelism left (FSDP2, ZeRO-3). ``tp`` splits
-    columns and rows. ``ep`` deals experts over the data- and tensor-parallel ranks of a stage, and ``etp`` splits each
-    expert (default: ``tp`` while ``ep`` is 1, else 1). ``pp`` deals layers to stages, in ``vpp`` parts each. ``ep_order``:
-    ``inner`` as Megatron-Core, torchtitan and vLLM count, neighbours hold different experts; ``outer``: the same.
-    """
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    pp: int = 1
-    vpp: int = 1
-    pipeline: Kind = "auto"
-    ep_order: EpOrder = "inner"
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _WORDS:
-                if value not in (known := get_args(_WORDS[field.name])):
-                    raise LayoutError(f"{field.name}: {value!r} is unknown; use {' or '.join(map(repr, known))}")
-            elif not isinstance(value, int | None) or (value is not None and value < 1):
-                raise LayoutError(f"{field.name}: {value!r} is no number of ranks; use a whole number >= 1")
-        if self.pipeline == "zbv" and (self.pp == 1 or self.vpp != 2):
-            raise LayoutError(f"pipeline: 'zbv' with pp={self.pp},vpp={self.vpp}; use pp > 1 and vpp=2, or 'auto'")
-        shared = self.dp_shard * self.tp if self.dp_shard > 1 else self.dp_replicate * self.tp
-        among = "dp_shard · tp" if self.dp_shard > 1 else "dp_replicate · tp"
-        if shared % (self.ep * self.expert_tp):
-            raise LayoutError(
-                f"ep: {self.ep} with etp = {self.expert_tp} does not divide the {shared} ranks of {among} that experts "
-                f"are dealt out to; use a divisor of {shared} for ep · etp"
-            )
-
-    @property
-    def expert_tp(self) -> int:
-        return self.etp if self.etp is not None else (self.tp if self.ep == 1 else 1)
-
-    @property
-    def expert_shard(self) -> int:
-        """Data-parallel shards of an expert."""
-        return self.dp_shard * self.tp // (self.ep * self.expert_tp) if self.dp_shard > 1 else 1
-
-    @property
-    def stage_ranks(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.tp
-
-    @property
-    def world(self) -> int:
-        return self.pp * self.stage_ranks
-
-    def __str__(self) -> str:
-        shown = ("pp", "vpp", "dp_replicate", "dp_shard", "tp", "ep", "etp")
-        given = [f"{name}={value}" for name in shown if (value := getattr(self, name)) not in (None, 1)]
-        words = [f"{name}={value}" for name in _WORDS if (value := getattr(self, name)) not in ("auto", "inner")]
-        return ",".join([*given, *words]) or "one rank"
-
-    def seat(self, rank: int) -> Seat:
-        """The coordinates of ``rank``."""
-        stage, within = divmod(rank, self.stage_ranks)
-        rest, tp = divmod(within, self.tp)
-        etp_rest, etp = divmod(within, self.expert_tp)
-        others = self.stage_ranks // (self.ep * self.expert_tp)
-        if self.ep_order == "inner":
-            expert_dp, ep = divmod(etp_rest, self.ep)
-        else:
-            ep, expert_dp = divmod(etp_rest, others)
-        return Seat(stage, rest % self.dp_shard, tp, ep, etp, expert_dp % self.expert_shard)
-
-
-@dataclass(frozen=True)
-class Seat:
-    """The coordinates of a rank along each axis that decides what it holds."""
-
-    stage: int
-    shard: int
-    tp: int
-    ep: int
-    etp: int
-    expert_shard: int
-
-
-def parse_layout(text: str, side: Side) -> Layout:
-    """Parse a layout such as ``dp=2,tp=2``. As in a recipe, ``dp`` is ``dp_shard`` for training and ``dp_replicate`` for
-    generation. Raises :class:`LayoutError`."""
-    known = [field.name for field in fields(Layout)]
-    values: dict[str, Any] = {}
-    for item in filter(None, (item.strip() for item in text.split(","))):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        name = {"dp": "dp_shard" if side == "train" else "dp_replicate"}.get(key, key)
-        if name == "cp":
-            raise LayoutError(f"{side}.cp: cuts no weights, its ranks share dp_shard; give dp times cp as dp_shard")
-        if name not in known:
-            raise LayoutError(f"{side}.{key}: is no part of a layout; use dp, {', '.join(known)}, as in 'dp=2,tp=2'")
-        if name in values:
-            raise LayoutError(f"{side}.{key}: {item!r} gives {name} a second time; give it once")
-        if name in _WORDS:
-            values[name] = value
-            continue
-        if not equals or not value.isdecimal():
-            raise LayoutError(f"{side}.{key}: {value!r} is no number of ranks; write for example {key}=2")
-        values[name] = int(value)
-    try:
-        return Layout(**values)
-    except LayoutError as error:
-        raise LayoutError(f"{side}.{error}") from None
-
-
 # --- placements ------------------------------------------------------------------------------------------------------
 
 
@@ -444,7 +313,6 @@ class LocalTensor:
 class Placement:
     """The local tensors of each rank."""
 
-    layout: Layout
     ranks: tuple[tuple[LocalTensor, ...], ...]
 
     @property
@@ -461,21 +329,48 @@ def place(model: ModelState, layout: Layout, *, names: Names = "hf", dtype: torc
     own. Raises :class:`LayoutError` when the layout does not fit the model."""
     _check(model, layout)
     tensors = model.named(names)
-    made: dict[Seat, tuple[LocalTensor, ...]] = {}
+    by_axes: dict[tuple[int, ...], tuple[LocalTensor, ...]] = {}  # ranks with the same places along them hold the same
     ranks = []
     for rank in range(layout.world):
-        seat = layout.seat(rank)
-        if seat not in made:
-            found = (_local(model, layout, seat, tensor, dtype) for tensor in tensors)
-            made[seat] = tuple(local for local in found if local is not None)
-        ranks.append(made[seat])
-    return Placement(layout, tuple(ranks))
+        at = layout.coordinates(rank)
+        axes = (at.stage, at.shard, at.tp, at.ep, at.etp, at.expert_shard)
+        if axes not in by_axes:
+            tensors_of_rank = (_local(model, at, tensor, dtype) for tensor in tensors)
+            by_axes[axes] = tuple(local for local in tensors_of_rank if local is not None)
+        ranks.append(by_axes[axes])
+    return Placement(tuple(ranks))
+
+
+def train_placement(model: ModelState, layout: Layout) -> Placement:
+    """Returns what each rank of the train engine holds of ``model``: layers are split over tp and then over data-parallel
+    ranks, the other parameters over all ranks of their pipeline stage. With tp, not of a tensor that :func:`fused` names."""
+    layout = replace(layout, etp=1)
+    layers = place(model, layout)
+    rest = place(model, replace(layout, dp_shard=layout.dp_shard * layout.tp, tp=1, ep=1))
+    in_layers = {tensor.name for tensor in model.tensors if model.by_name[tensor.parts[0]].layer is not None}
+    ranks = []
+    for of_layers, others in zip(layers.ranks, rest.ranks, strict=True):
+        pairs = zip(of_layers, others, strict=True)
+        ranks.append(tuple(layer if layer.name in in_layers else other for layer, other in pairs))
+    return Placement(tuple(ranks))
+
+
+def fused(model: ModelState) -> str:
+    """Returns the first tensor of a layer that has several matrices in one, or "". Tensor-parallel ranks cut its rows, not
+    each matrix; experts they do not cut."""
+    firsts = ((tensor.name, model.by_name[tensor.parts[0]]) for tensor in model.tensors if len(tensor.parts) > 1)
+    return next((name for name, first in firsts if first.layer is not None and not first.expert), "")
+
+
+def check_stages(model: ModelState, layout: Layout) -> None:
+    """Raises :class:`LayoutError` for more virtual stages than layers."""
+    if layout.virtual_stages > model.layers:
+        of = f"{layout.pp} stages" + (f" of {layout.vpp} parts" if layout.vpp > 1 else "")
+        raise LayoutError(f"pp: {of} are more than the {model.layers} layers; use pp <= {model.layers // layout.vpp}")
 
 
 def _check(model: ModelState, layout: Layout) -> None:
-    if layout.pp * layout.vpp > model.layers:
-        of = f"{layout.pp} stages" + (f" of {layout.vpp} parts" if layout.vpp > 1 else "")
-        raise LayoutError(f"pp: {of} are more than the {model.layers} layers; use pp <= {model.layers // layout.vpp}")
+    check_stages(model, layout)
     experts = max((p.shape[0] for p in model.parameters if p.expert), default=0)
     if layout.ep > 1 and layout.ep > experts:
         have = f"{experts} experts" if experts else "no experts"
@@ -485,7 +380,7 @@ def _check(model: ModelState, layout: Layout) -> None:
             if not parameter.rule_known:
                 raise LayoutError(
                     f"tp: {layout.tp}, but how tensor parallelism cuts {parameter.name} {list(parameter.shape)} is "
-                    "not known; use tp=1, or add its rule to stages/resharding/layout.py"
+                    "not known; use tp=1, or add its rule to stages/parallel/placement.py"
                 )
 
 
@@ -516,46 +411,45 @@ def stage_layers(costs: tuple[float, ...], stages: int) -> tuple[range, ...]:
 def _stages(model: ModelState, layout: Layout, parameter: Parameter) -> set[int]:
     """The pipeline stages that hold ``parameter``: the first for embeddings, the last for what follows the layers. Both hold
     tied embeddings."""
-    stages = layout.pp * layout.vpp
-    last = holder(stages - 1, layout.pp, layout.pipeline)
     if parameter.layer is not None:
-        parts = stage_layers(model.costs, stages)
-        return {holder(at, layout.pp, layout.pipeline) for at, some in enumerate(parts) if parameter.layer in some}
+        parts = stage_layers(model.costs, layout.virtual_stages)
+        return {layout.stage_of(at) for at, layers in enumerate(parts) if parameter.layer in layers}
     if any(of == parameter.name for _, of in model.tied):
-        return {0, last}
-    return {0} if "embed" in parameter.name else {last}
+        return {0, layout.last_stage}
+    return {0} if "embed" in parameter.name else {layout.last_stage}
 
 
-def _local(
-    model: ModelState, layout: Layout, seat: Seat, tensor: Tensor, dtype: torch.dtype | None
-) -> LocalTensor | None:
+def _local(model: ModelState, at: RankCoordinates, tensor: Tensor, dtype: torch.dtype | None) -> LocalTensor | None:
+    layout = at.layout
     parts = [model.by_name[name] for name in tensor.parts]
-    if seat.stage not in _stages(model, layout, parts[0]):
+    if at.stage not in _stages(model, layout, parts[0]):
         return None
     pieces: list[Piece] = []
-    at = 0  # along tensor.dim
+    offset = 0  # along tensor.dim
     for part in parts:
-        box = _cut(model, layout, seat, part)
-        pieces.append(Piece(part.name, box, tuple(at if dim == tensor.dim else 0 for dim in range(len(box)))))
-        at += box[tensor.dim][1] - box[tensor.dim][0] if box else 0
+        box = _cut(model, at, part)
+        pieces.append(Piece(part.name, box, tuple(offset if dim == tensor.dim else 0 for dim in range(len(box)))))
+        offset += box[tensor.dim][1] - box[tensor.dim][0] if box else 0
     shape = [end - start for start, end in pieces[0].box]
     if shape:
-        shape[tensor.dim] = at
-    shards, shard = (layout.expert_shard, seat.expert_shard) if parts[0].expert else (layout.dp_shard, seat.shard)
+        shape[tensor.dim] = offset
+    is_expert = parts[0].expert
+    shards = layout.expert_shard if is_expert else layout.fsdp
     if shape and shards > 1:
-        rows = chunk(shape[0], shards, shard)
+        rows = chunk(shape[0], shards, at.expert_shard if is_expert else at.shard)
         pieces = list(_shard(pieces, rows))
         shape[0] = rows[1] - rows[0]
-    kept = tuple(piece for piece in pieces if volume(piece.box))
-    return LocalTensor(tensor.name, tuple(shape), dtype or parts[0].dtype, kept)
+    filled_pieces = tuple(piece for piece in pieces if volume(piece.box))
+    return LocalTensor(tensor.name, tuple(shape), dtype or parts[0].dtype, filled_pieces)
 
 
-def _cut(model: ModelState, layout: Layout, seat: Seat, parameter: Parameter) -> Box:
+def _cut(model: ModelState, at: RankCoordinates, parameter: Parameter) -> Box:
     """The box that tensor and expert parallelism leave of ``parameter``."""
+    layout = at.layout
     box = list(whole(parameter.shape))
-    tp, rank = (layout.expert_tp, seat.etp) if parameter.expert else (layout.tp, seat.tp)
+    tp, rank = (layout.expert_tp, at.etp) if parameter.expert else (layout.tp, at.tp)
     if parameter.expert:
-        box[0] = chunk(parameter.shape[0], layout.ep, seat.ep)
+        box[0] = chunk(parameter.shape[0], layout.ep, at.ep)
     if (split := parameter.split) is not None and tp > 1:
         if split.rule == "chunk":
             units = chunk(parameter.shape[split.dim] // split.unit, tp, rank)
