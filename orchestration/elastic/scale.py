@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 
 from orchestration.recipe.load import change_recipe
-from orchestration.recipe.problems import Problem, RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.service.registry import LIVE, WrongState
 from pipeline.index.client import Index
+from pipeline.problems import Problem
 
 SCALE, LEAVE = "scale", "leave"  # a document and its topic; the topic of the documents "leave:NAME"
 

@@ -11,8 +11,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from orchestration.recipe.problems import Problem, split_fix, suggest
+from orchestration.recipe.problems import split_fix, suggest
 from orchestration.recipe.schema import Recipe
+from pipeline.problems import Problem
 from stages.device_names import PATTERN, device_fix
 
 # Pydantic's error types, and what to write instead.

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe: a :class:`Problem` for each thing, a :class:`RecipeError` for all of them."""
+"""What is wrong with a recipe: a :class:`RecipeError` with all problems, and what to write instead."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import difflib
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from stages.flow.declarations import Problem
+from pipeline.problems import Problem, ProblemError
 
 T = TypeVar("T")
 
 LONGEST_SUGGESTED = 64  # characters of a name that are compared with the allowed ones
 
 
-class RecipeError(ValueError):
-    """All that is wrong with a recipe, in ``problems``; ``where`` names the recipe."""
+class RecipeError(ProblemError, ValueError):
+    """All that is wrong with a recipe, which ``where`` names."""
 
     def __init__(self, where: str, problems: Sequence[Problem]) -> None:
-        self.where, self.problems = where, list(problems)
+        self.where = where
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
+        lines = (f"  {problem}" for problem in problems)
+        super().__init__(*problems, message="\n".join([f"{where}: {count}", *lines]))
 
 
 def suggest(given: str, allowed: Collection[str]) -> str:

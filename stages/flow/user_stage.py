@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.problems import Problem
 from stages.flow.declarations import (
     Columns,
     FlowError,
-    Problem,
     RunsOn,
     StageDeclaration,
     columns_of,
@@ -90,11 +90,11 @@ def declaration_of(stage: UserStage, *, workers: int = 1, place: str = "stages")
         needs, makes = columns_of(stage.needs), columns_of(stage.makes)
     except (TypeError, ValueError) as error:
         wrong = f"declares columns that cannot be read ({error})"
-        raise FlowError([Problem(place, name, wrong, "write names, or a dict of types by name")]) from error
+        raise FlowError(Problem(place, name, wrong, "write names, or a dict of types by name")) from error
     problems += [*type_problems(place, needs), *type_problems(place, makes)]
     problems += [Problem(place, n, "is made without a type", "write its type") for n, kind in makes.items() if not kind]
     if not needs:
         problems.append(Problem(place, name, "needs no column", "name one at least, as needs = ('response_ids',)"))
     if problems:
-        raise FlowError(problems)
+        raise FlowError(*problems)
     return StageDeclaration(name, stage.takes, needs, makes, stage.runs_on, workers, place=place)

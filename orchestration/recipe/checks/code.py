@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.field_problems import field_problem
 from orchestration.recipe.flow import flow_of
-from orchestration.recipe.problems import Problem, split_fix, suggest, value_or_none
+from orchestration.recipe.problems import split_fix, suggest, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.sandbox.sandbox import WAY_OUT, available
+from pipeline.problems import Problem
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, PARAMETERS, EngineUnknown, Side, engine_names, find_factory
 from stages.prompts.tasks import CONFIGS, HARMLESS, REWARDS

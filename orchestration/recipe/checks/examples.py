@@ -10,8 +10,9 @@ from orchestration.recipe.checks.machine import prompts_can_be_read
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.model_files import KNOWN_MODELS, tokens_of
 from orchestration.recipe.planner import prompt_limits, vocabulary_of
-from orchestration.recipe.problems import Problem, RecipeError, split_fix, value_or_none
+from orchestration.recipe.problems import RecipeError, split_fix, value_or_none
 from orchestration.recipe.schema import Recipe
+from pipeline.problems import Problem
 from stages.prompts.conversations import chosen_template, is_template_name
 from stages.prompts.file_checks import PromptCheck
 from stages.prompts.files import PromptError, Reading, Row

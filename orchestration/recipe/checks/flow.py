@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from orchestration.recipe.checks.code import option_problems
 from orchestration.recipe.checks.registry import check
 from orchestration.recipe.flow import algorithm_of, declarations_of, flow_of, reward_reads
-from orchestration.recipe.problems import Problem, split_fix
+from orchestration.recipe.problems import split_fix
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import StageSection
+from pipeline.problems import Problem
 from stages.flow.declarations import FlowError
 from stages.flow.user_stage import stage_class
 

@@ -29,12 +29,13 @@ from orchestration.recipe.planner import (
     trained_state,
     vocabulary_of,
 )
-from orchestration.recipe.problems import Problem, split_fix, suggest, value_or_none
+from orchestration.recipe.problems import split_fix, suggest, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
 from pipeline.compat.extras import extra, install, install_vllm, is_installed
 from pipeline.index.address import redacted
+from pipeline.problems import Problem
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.problems import Problem, value_or_none
+from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
+from pipeline.problems import Problem
 
 PROBE_SECONDS, PROBE_RETRIES = 20.0, 1  # of a check; a run waits longer
 
