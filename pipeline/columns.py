@@ -16,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from pipeline.problems import Fatal
+
 Dtype = torch.dtype | Literal["utf8"]
 Ragged = Literal["packed", "jagged", "padded"]
 
@@ -26,7 +28,7 @@ DTYPES: tuple[torch.dtype, ...] = (
 )
 
 
-class ColumnError(ValueError):
+class ColumnError(Fatal, ValueError):
     """A value does not fit its column, or a column is not there. The message names column, value and fix."""
 
 

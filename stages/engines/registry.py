@@ -21,6 +21,7 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any, Literal
 
+from pipeline.problems import Fatal
 from stages.user_code import imported
 
 Side = Literal["rollout", "train"]
@@ -30,7 +31,7 @@ ENTRY_POINTS: dict[Side, str] = {"rollout": "asyncdock.rollout_engines", "train"
 PARAMETERS: dict[Side, tuple[str, ...]] = {"rollout": ("version", "weights"), "train": ("ranks", "meeting")}
 
 
-class EngineUnknown(LookupError):
+class EngineUnknown(Fatal, LookupError):
     """No engine has this name. The message has the field, its value and the fix."""
 
 

@@ -25,6 +25,7 @@ from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
+from pipeline.problems import Fatal
 from stages.models import Tokenizer
 
 SAMPLE = "What is 3 + 4? be=bbbb"  # that both tokenizers must split in the same way
@@ -36,7 +37,7 @@ PASSING = (408, 409, 425, 429)  # answers after which the same request may succe
 SHOWN = 200  # characters of an answer that an error quotes
 
 
-class TeacherRefused(ValueError):
+class TeacherRefused(Fatal, ValueError):
     """The server answers, but not with what is needed: another request would not help."""
 
 

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pipeline.problems import Fatal
+
 Row = dict[str, Any]
 
 LINE_BYTES = 16 * 2**20  # of one line; a longer one is not read
@@ -44,7 +46,7 @@ KINDS = {
 }
 
 
-class PromptError(ValueError):
+class PromptError(Fatal, ValueError):
     """A source of prompts, or one of its rows, cannot be used: the message names it and the fix."""
 
 

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.problems import Fatal
 from stages.prompts.tasks import REWARDS
 from stages.user_code import find
 
@@ -15,7 +16,7 @@ ENTRY_POINTS = "asyncdock.rewards"
 RESERVED = ("prompts", "completions", "completion_ids")  # arguments that the run gives to reward functions
 
 
-class RewardError(RuntimeError):
+class RewardError(Fatal, RuntimeError):
     """A reward function cannot be found, or returned something else than scores. The message names it, and the row."""
 
 
