@@ -204,8 +204,9 @@ def _refuse_panic(error: BaseException, folder: Path) -> None:
     process."""
     if type(error).__name__ == "PanicException":
         raise TokenizerFailed(
-            f"{folder / 'tokenizer.json'} has a tokenizer that fails on a text ({error!s:.200}); correct its expressions, "
-            "or use another model"
+            f"{folder / 'tokenizer.json'} has a tokenizer that fails on a text ({error!s:.200})",
+            "correct its expressions, or use another model",
+            "model.source",
         ) from None
 
 

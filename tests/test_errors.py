@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,69 @@ def test_no_list_of_errors_stands_for_what_they_should_declare() -> None:
         and len({ast.unparse(each).rpartition(".")[2] for each in node.elts} & ours.keys()) > 1
     ]
     assert not listed
+
+
+# Texts of libraries, which have no other form; and lists of names, which compare no message.
+OF_LIBRARIES = {
+    ("stages/weight_files.py", "str(error)"),  # torch's of a pickle, transformers' of code of a model's own
+    ("stages/engines/torch/model_check.py", "str(error)"),  # transformers' of a config: its first line
+    ("stages/engines/vllm/rollout.py", "str(error)"),  # vLLM passes on no more of its worker's error than a text
+    ("stages/prompts/files.py", "str(error)"),  # Python's of a number with too many digits
+    ("orchestration/run/storage/shards.py", "str(error)"),  # torch's of a pickle
+    ("pipeline/index/errors.py", "str(error)"),  # Redis's reply, which begins with a code
+    ("pipeline/index/link.py", "str(refused)"),  # likewise
+    ("api/cli/reshard.py", "str(error)"),  # a layout's, which do not carry problems yet
+    ("stages/models.py", "type(error).__name__"),  # a panic of the library tokenizers, a class that cannot be imported
+    ("stages/algorithms/named.py", "type(error).__name__"),  # a device's, whose classes are its plugin's
+}
+PARSING = (
+    *("partition", "rpartition", "split", "rsplit", "splitlines", "startswith", "endswith", "find"),
+    *("index", "removeprefix", "removesuffix", "replace", "match", "search", "fullmatch", "findall"),
+)
+
+
+def errors_in(function: ast.AST) -> set[str]:
+    """Names that hold an error: of handlers, and of parameters by their types."""
+    handlers = {node.name for node in ast.walk(function) if isinstance(node, ast.ExceptHandler) and node.name}
+    arguments = {
+        node.arg
+        for node in ast.walk(function)
+        if isinstance(node, ast.arg)
+        and node.annotation is not None
+        and ast.unparse(node.annotation).endswith(("Error", "Exception"))
+    }
+    return handlers | arguments
+
+
+def parsed_in(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Where the words of an error, or the name of its class, decide something."""
+    errors = errors_in(tree)
+    texts = {f"str({name})" for name in errors} | {f"type({name}).__name__" for name in errors}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            read = [node.left, *node.comparators]
+            known = any(isinstance(each, ast.Constant | ast.Tuple) for each in read)
+            if not known and not isinstance(node.ops[0], ast.In | ast.NotIn):
+                continue  # with an error before, not with words
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PARSING:
+            read = [node.func.value, *node.args] if node.args else []
+        else:
+            continue
+        for each in read:
+            while isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute):
+                each = each.func.value  # of a chain of calls
+            if (text := ast.unparse(each)) in texts:
+                yield node, text
+        if isinstance(node, ast.Call) and [ast.unparse(each) for each in node.args] == ["'; '"]:
+            yield node, "'; '"  # between what is wrong and what to do
+
+
+def test_no_message_and_no_name_of_an_error_is_parsed() -> None:
+    """An error carries its problems. Whoever reports them reads those, so that words may change."""
+    parsed = {
+        (str(path), text): f"{path}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
+        for path, tree in TREES.items()
+        for node, text in parsed_in(tree)
+    }
+    assert not [parsed[place] for place in parsed.keys() - OF_LIBRARIES]
+    assert parsed.keys() >= OF_LIBRARIES, "what is allowed is there"

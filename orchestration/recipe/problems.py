@@ -29,12 +29,6 @@ def suggest(given: str, allowed: Collection[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
 
 
-def split_fix(message: str) -> tuple[str, str]:
-    """Split ``what is wrong; what to do`` into its two parts."""
-    wrong, _, fix = message.partition("; ")
-    return wrong, fix
-
-
 def value_or_none(read: Callable[[], T]) -> T | None:
     """Return what ``read`` returns, or None where it raises, as code and files that a recipe names may. Each of these has a
     check that reports what is wrong with it; the other checks leave it out."""

@@ -56,6 +56,10 @@ class NeverFits(Fatal, IndexRefused):
     """A block is larger than the warehouse can ever hold."""
 
 
+class IndexUnwritable(IndexRefused):
+    """The index's server cannot write its file, and takes no writes until it can."""
+
+
 class WarehouseGone(IndexRefused):
     """The warehouse is leaving the run, or its node was lost."""
 
@@ -74,6 +78,7 @@ _CODES: dict[str, type[Exception]] = {
     "NOFIT": NeverFits,
     "NOHOUSE": WarehouseGone,
     "GONE": StaleHandle,
+    "MISCONF": IndexUnwritable,  # Redis's own
 }
 
 

@@ -23,7 +23,7 @@ from stages.flow.declarations import (
     columns_of,
     type_problems,
 )
-from stages.user_code import find
+from stages.user_code import CodeUnusable, find
 
 if TYPE_CHECKING:
     from stages.flow.stage_calls import StageRows
@@ -67,11 +67,13 @@ class UserStage(BaseModel, ABC):
 
 def stage_class(name: str) -> type[UserStage]:
     """The class that ``name`` stands for: ``module:Class``, or an entry point of the group ``asyncdock.stages``. Raises
-    ValueError."""
-    found = find("stage", name, {}, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
+    CodeUnusable."""
+    key = "stages.use"
+    found = find(key, name, {}, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
     if isinstance(found, type) and issubclass(found, UserStage):
         return found
-    raise ValueError(f"stage {name!r} is not a stage; derive its class from stages.flow.UserStage")
+    fix = "derive its class from stages.flow.UserStage"
+    raise CodeUnusable(Problem(key, name, "is not a stage", fix))
 
 
 def declaration_of(stage: UserStage, *, workers: int = 1, place: str = "stages") -> StageDeclaration:

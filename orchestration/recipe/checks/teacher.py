@@ -57,6 +57,5 @@ def teacher_answers(recipe: Recipe, environment: Environment) -> Iterator[Proble
         with ThreadPoolExecutor(1, "teacher") as thread:  # a loop of its own: a check may be called inside of one
             thread.submit(lambda: asyncio.run(probe(server))).result()
     except (TeacherRefused, TeacherUnreachable) as error:
-        key, _, wrong = str(error).partition(": ")
-        wrong, _, fix = wrong.rpartition("; ")
-        yield problem(recipe, key.partition(" = ")[0], wrong or fix, fix if wrong else "look at the server's log")
+        [found] = error.problems
+        yield problem(recipe, found.key, found.wrong, found.fix or "look at the server's log")

@@ -42,7 +42,7 @@ from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
 from stages.engines.strategies import Strategies
 from stages.flow.catalogue import Truncated
-from stages.json_schema import key, only_where, schema_of, unit
+from stages.json_schema import fault, key, only_where, schema_of, unit
 
 
 class LoraSection(Section):
@@ -299,7 +299,7 @@ class CriticSection(Section):
 
 def _teacher_url(value: object) -> object:
     if isinstance(value, str) and value and not value.startswith(("http://", "https://")):
-        raise ValueError("not a URL; write one such as http://127.0.0.1:8000/v1")
+        raise fault("is not a URL", "write one such as http://127.0.0.1:8000/v1")
     return value
 
 

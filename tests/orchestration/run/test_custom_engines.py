@@ -114,7 +114,7 @@ def test_a_train_factory_is_told_its_rank_and_makes_the_reference_too() -> None:
 
 def test_what_is_made_must_be_an_engine() -> None:
     with pytest.raises(
-        EngineUnknown, match=r"rollout.engine = .*:nothing' has made a object, which has no version and no gen"
+        EngineUnknown, match=r"rollout.engine = .*:nothing\": has made a object, which has no version and no gen"
     ):
         rollout_engine(recipe(TINY, rollout__engine=f"{HERE}:nothing"), version=0)
     with pytest.raises(EngineUnknown, match="make what has all of TrainEngine"):
