@@ -29,7 +29,7 @@ DTYPES: tuple[torch.dtype, ...] = (
 
 
 class ColumnError(Fatal, ProblemError, ValueError):
-    """A value does not fit its ``column``, or that is not there. ``subject``: what it is called in the message."""
+    """A value does not fit its ``column``, or that is not there. ``subject``: its name in the message."""
 
     def __init__(self, column: str, wrong: str, fix: str = "", subject: str = "") -> None:
         problem = Problem(f"columns.{column}" if column else "columns", None, wrong, fix)

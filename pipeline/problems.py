@@ -1,11 +1,11 @@
-"""What is wrong: a :class:`Problem` for each thing, and errors that carry them. Imports no other module of ours.
+"""A :class:`Problem` for each thing that is wrong, and errors that carry them. Imports no module of ours.
 
     raise PromptError(wrong, fix, "prompts.path", path)
         ├─▶ str(error)      prompts.path = "a.jsonl": does not exist; give another path
         └─▶ error.problems  read by whoever reports it: a recipe's check, the REST server
 
-No message is parsed: its words may change. Whether another attempt may succeed is a class, too, which an error of ours
-names as a base: :class:`Fatal`, :class:`Passing`, or neither.
+No message is parsed: its words may change. Whether another attempt may succeed, an error of ours says
+by its base: :class:`Fatal`, :class:`Passing`, or neither.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Passing(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the dotted key of a field, its value, what is wrong with it, and what to do.
+    """One thing that is wrong: the dotted key of a field, its value, what is wrong, and what to do.
 
     >>> print(Problem("train.steps", 0, "is out of range", "use a value >= 1"))
     train.steps = 0: is out of range; use a value >= 1
@@ -37,8 +37,10 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        value = json.dumps(self.value, ensure_ascii=False, default=str)
-        shown = "" if self.value is None else f" = {value if len(value) <= 80 else value[:77] + '...'}"
+        shown = ""
+        if self.value is not None:
+            value = json.dumps(self.value, ensure_ascii=False, default=str)
+            shown = f" = {value if len(value) <= 80 else value[:77] + '...'}"
         return f"{self.key}{shown}: {self.wrong}" + (f"; {self.fix}" if self.fix else "")
 
 

@@ -12,6 +12,11 @@ import pytest
 
 from orchestration.run.exit_codes import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
 from orchestration.run.worker import CannotStart, NotStarted, exit_code
+from pipeline.columns import ColumnError
+from pipeline.problems import Problem, ProblemError
+from stages.engines.protocols import RequestRefused
+from stages.external_checks import Misfit
+from stages.prompts.files import PromptError
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["pipeline", "stages", "orchestration", "api"]
@@ -23,7 +28,7 @@ TREES = {
 KINDS = {
     "Fatal": [
         *("AlgorithmError", "BoundBroken", "CannotStart", "CheckpointUnusable", "ColumnError"),
-        *("DeviceMissing", "DiskRefused", "EngineMissing", "EngineUnknown", "ExtraMissing"),
+        *("DeviceMissing", "DiskRefused", "EmptyFile", "EngineMissing", "EngineUnknown", "ExtraMissing"),
         *("FilesDamaged", "GateClosed", "ModelNotFound", "NeedsOwnCode", "NeverFits"),
         *("PromptError", "RewardError", "ShardsRefused", "StageError", "TeacherDenied"),
         *("TeacherRefused", "TokenizerFailed", "TooManyDropped", "TooManySkipped", "WrittenTwice"),
@@ -94,6 +99,35 @@ def test_no_list_of_errors_stands_for_what_they_should_declare() -> None:
         and len({ast.unparse(each).rpartition(".")[2] for each in node.elts} & ours.keys()) > 1
     ]
     assert not listed
+
+
+def test_problems_stand_beside_the_message() -> None:
+    """So that the field of an answer, and its fix, do not depend on how the sentence is written."""
+    path = Problem("prompts.path", "a.jsonl", "does not exist", "give another path")
+    cases: list[tuple[ProblemError, str, Problem]] = [
+        (
+            PromptError(path.wrong, path.fix, path.key, path.value),
+            'prompts.path = "a.jsonl": does not exist; give another path',
+            path,
+        ),
+        (
+            ColumnError("ids", "takes; int64", "convert: it; now"),
+            "column 'ids': takes; int64; convert: it; now",
+            Problem("columns.ids", None, "takes; int64", "convert: it; now"),
+        ),
+        (
+            Misfit("weights", "has no tensor", "give all"),
+            "column 'weights': has no tensor; give all",
+            Problem("weights", None, "has no tensor", "give all"),
+        ),
+        (
+            RequestRefused(3, "stop", "stop is ['']", "give a text"),
+            "group 3: stop is ['']; give a text",
+            Problem("stop", None, "stop is ['']", "give a text"),
+        ),
+    ]
+    for error, message, problem in cases:
+        assert (str(error), error.problems) == (message, (problem,))
 
 
 # Texts of libraries, which have no other form; and lists of names, which compare no message.

@@ -96,7 +96,8 @@ def _notes(progress: Progress) -> list[str]:
 
 
 def log_of(out_dir: Path, worker: str) -> Path | None:
-    """The log of ``worker``, or the folder of all of them; None where there is none, as with the launcher ``inline``."""
+    """The log of ``worker``, or the folder of all logs; None where there is none, as with the launcher
+    ``inline``."""
     logs = out_dir / "logs"
     if (log := logs / f"{worker}.log").is_file():
         return log

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe: a :class:`RecipeError` with all problems, and what to write instead."""
+"""The error with all problems of a recipe, and what to write instead of a name that is not known."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class NotStarted(RuntimeError):
     cause's."""
 
 
-# Python's own errors do not declare what they are. Those of reading a model, a config, a file or options: the same at each
-# attempt.
+# Python's own errors do not declare what they are. Those of reading a model, a config, a file or
+# options: the same at each attempt.
 LASTING = (
     ValueError,
     TypeError,

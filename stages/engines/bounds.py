@@ -25,7 +25,7 @@ MOST_TEMPERATURE = 100.0
 
 
 def temperature_fix(temperature: float) -> str:
-    """Returns what to give in place of a sampling temperature; "" for one that can be used. 0 is greedy.
+    """Returns what to give in place of a sampling temperature; "" for a usable one. 0 is greedy.
 
     >>> temperature_fix(0.0), temperature_fix(0.7)
     ('', '')

@@ -15,7 +15,8 @@ SHOWN = 5  # problems in a message
 
 
 def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> None:
-    """Raise RequestRefused for a request that no engine with this vocabulary and context, both in tokens, can serve."""
+    """Raise RequestRefused for a request that no engine with this vocabulary and context, both in
+    tokens, can serve."""
     ids, params = request.prompt_ids, request.params
     refused = functools.partial(RequestRefused, request.group)
     if ids.dim() != 1 or ids.dtype != torch.int64 or not len(ids):
@@ -23,7 +24,8 @@ def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> No
         raise refused("prompt_ids", wrong, "give int64 [P] with P >= 1")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
-        raise refused("prompt_ids", f"prompt_ids has {low}..{high}", f"the model knows 0..{vocabulary - 1}")
+        fix = f"the model knows 0..{vocabulary - 1}"
+        raise refused("prompt_ids", f"prompt_ids has {low}..{high}", fix)
     if not request.places or len(set(request.places)) != len(request.places):
         raise refused("places", f"places is {request.places}", "give at least one, each once")
     if fix := temperature_fix(params.temperature):

@@ -253,7 +253,7 @@ def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Pr
 
 
 def _prompt_problem(key: str, part: PromptOptions, found: Problem) -> Problem:
-    """``found`` in [prompts] as a problem of the source ``key``, and where no key is known, of its path or task."""
+    """``found`` in [prompts] as a problem of the source ``key``; of its path or task where it names none."""
     if found.key != "prompts":
         return replace(found, key=found.key.replace("prompts", key, 1))
     if part.path is None:
