@@ -30,7 +30,7 @@ KINDS = {
         *("AlgorithmError", "BoundBroken", "CannotStart", "CheckpointUnusable", "ColumnError"),
         *("DeviceMissing", "DiskRefused", "EmptyFile", "EngineMissing", "EngineUnknown", "ExtraMissing"),
         *("FilesDamaged", "GateClosed", "ModelNotFound", "NeedsOwnCode", "NeverFits"),
-        *("PromptError", "RewardError", "ShardsRefused", "StageError", "TeacherDenied"),
+        *("PromptError", "RewardError", "RewardUnknown", "ShardsRefused", "StageError", "TeacherDenied"),
         *("TeacherRefused", "TokenizerFailed", "TooManyDropped", "TooManySkipped", "WrittenTwice"),
     ],
     "Passing": ["SamplesGone", "StageProcessEnded", "StaleHandle"],

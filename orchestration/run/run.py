@@ -208,8 +208,7 @@ class Run:
                 outcome = Outcome("failed", _reason(error, self.out_dir))
             newest = checkpoint.latest(self.out_dir / "checkpoints")
             seconds = time.monotonic() - began
-            state, reason, worker = outcome.state, outcome.reason, outcome.worker
-            return RunResult(self.id, state, reason, self.out_dir, newest, seconds, worker)
+            return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds, outcome.worker)
         finally:
             launcher.close()
             await self._end()

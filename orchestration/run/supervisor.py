@@ -130,10 +130,8 @@ class Supervisor:
         await self.index.transition(["created"], "starting")
         try:
             outcome = await self._supervise(stop)
-        except _Failed as failed:
-            outcome = Outcome("failed", str(failed), failed.worker)
-        except (GuardFailed, Unplaceable) as failed:
-            outcome = Outcome("failed", str(failed))
+        except (_Failed, GuardFailed, Unplaceable) as failed:
+            outcome = Outcome("failed", str(failed), getattr(failed, "worker", ""))
         except _Rewind as gone:
             outcome = Outcome(REWIND, str(gone))
         except Exception as error:
@@ -282,8 +280,7 @@ class Supervisor:
         and the run cannot go on without it."""
         if codes[dead] == EXIT_NOT_STARTED and not self._others_work(group):
             if group.not_started == reason:
-                twice = "failed twice before its first work, for the same reason"
-                raise _Failed(f"{_shown(dead)} {twice}: {reason}", dead)
+                raise _Failed(f"{_shown(dead)} failed twice before its first work, for the same reason: {reason}", dead)
             group.not_started = reason
         while seconds := group.budget.take(time.monotonic()):
             used_up = f"launch.max_restarts = {group.budget.most} is used up: {reason}"
