@@ -2,8 +2,9 @@
 
     python -m benchmarks.libraries [--smoke] [--json FILE]
 
-`pipeline.index.link`: redis-py's client, stamina. `pipeline.loop_thread`: anyio's portal. `api.client.transport`: httpx, on
-loopback. `orchestration.processes.forkserver`: multiprocessing's. Medians of rounds in which the two take turns.
+`pipeline.index.link`: redis-py's client, stamina. `pipeline.compat.loop_thread`: anyio's portal.
+`api.client.transport`: httpx, on loopback. `orchestration.processes.forkserver`: multiprocessing's. Medians of rounds in
+which the two take turns.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from aiohttp import web
 
 from api.client.transport import Transport
 from orchestration.processes.forkserver import PRELOAD, ForkServer, Launch
+from pipeline.compat.loop_thread import LoopThread
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.index.link import Link
-from pipeline.loop_thread import LoopThread
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS, TOGETHER = 3, 64

@@ -95,20 +95,26 @@ def pack(schema: Schema, rows: Mapping[str, Any] | TensorDictBase) -> PackedRows
     """
     given = dict(rows.items())
     if not given:
-        raise ColumnError("rows: no column given; write at least one")
+        raise ColumnError("", "no column given", "write at least one", subject="rows")
     first, count = next(iter(given)), 0
     sections = []
     for name in sorted(given, key=schema.bit):
         column, value = schema[name], given[name]
         if isinstance(value, str):  # its length is not a number of rows
             raise ColumnError(
-                f"column {name!r}: takes one string for each row, got {_shown(value)}; give a list of them"
+                name,
+                f"takes one string for each row, got {_shown(value)}",
+                "give a list of them",
             )
         size = _count(value)
         if size < 1:
-            raise ColumnError(f"column {name!r}: needs one value for each row, got {_shown(value)}")
+            raise ColumnError(name, f"needs one value for each row, got {_shown(value)}")
         if size != (count := count or size):
-            raise ColumnError(f"column {name!r}: has {size} rows where {first!r} has {count}; give all the same rows")
+            raise ColumnError(
+                name,
+                f"has {size} rows where {first!r} has {count}",
+                "give all the same rows",
+            )
         sections.append(_section(schema.bit(name), column, value, size))
     return PackedRows(count, schema.mask(given), sections)
 
@@ -124,7 +130,9 @@ def _section(bit: int, column: Column, value: Any, rows: int) -> _Section:
         _check_dtype(column, value)
         if value.is_nested or tuple(value.shape[1:]) != column.shape:
             raise ColumnError(
-                f"column {column.name!r}: takes shape {[rows, *column.shape]}, got {_shown(value)}; reshape it first"
+                column.name,
+                f"takes shape {[rows, *column.shape]}, got {_shown(value)}",
+                "reshape it first",
             )
         parts = [value.detach().reshape(-1)]
     if not all(part.is_cpu for part in parts):
@@ -135,7 +143,9 @@ def _section(bit: int, column: Column, value: Any, rows: int) -> _Section:
         at = int((~values.isfinite()).nonzero()[0, 0])
         row = at // (len(values) // rows) if offsets is None else int(torch.searchsorted(offsets, at, right=True)) - 1
         raise ColumnError(
-            f"column {column.name!r}: row {row} holds {float(values[at])}; NaN and infinities are refused"
+            column.name,
+            f"row {row} holds {float(values[at])}",
+            "NaN and infinities are refused",
         )
     return _Section(bit, offsets, parts, count * column.itemsize)
 
@@ -143,15 +153,16 @@ def _section(bit: int, column: Column, value: Any, rows: int) -> _Section:
 def _text_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
     texts = value.tolist() if hasattr(value, "tolist") else list(value)  # NonTensorStack, and arrays, have it
     if not all(isinstance(text, str) for text in texts):
-        raise ColumnError(f"column {column.name!r}: takes strings, got {_shown(value)}")
+        raise ColumnError(column.name, f"takes strings, got {_shown(value)}")
     encoded = []
     for row, text in enumerate(texts):
         try:
             encoded.append(text.encode())
         except UnicodeEncodeError as error:
             raise ColumnError(
-                f"column {column.name!r}: row {row} is not a text that UTF-8 can hold ({error}); "
-                "decode it with errors='replace'"
+                column.name,
+                f"row {row} is not a text that UTF-8 can hold ({error})",
+                "decode it with errors='replace'",
             ) from None
     payload = torch.from_numpy(np.frombuffer(bytearray(b"".join(encoded)), np.uint8))
     return [payload], offsets_of([len(text) for text in encoded])
@@ -162,13 +173,18 @@ def _ragged_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch
     if isinstance(value, torch.Tensor):
         if (inner := jagged_parts(value)) is None:
             raise ColumnError(
-                f"column {column.name!r}: is ragged; give a jagged nested tensor or a list, got {_shown(value)}"
+                column.name,
+                "is ragged",
+                f"give a jagged nested tensor or a list, got {_shown(value)}",
             )
         values, bounds, lengths = inner
         if values.dtype != column.dtype:
             _check_dtype(column, value)
         if values.dim() != 1:
-            raise ColumnError(f"column {column.name!r}: ragged rows have one dimension, got {_shown(value)}")
+            raise ColumnError(
+                column.name,
+                f"ragged rows have one dimension, got {_shown(value)}",
+            )
         offsets = bounds.to("cpu", torch.int64)
         if lengths is None and int(offsets[0]) == 0:
             return [values.detach()], offsets
@@ -177,8 +193,8 @@ def _ragged_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch
         _check_dtype(column, value.values)
         if value.offsets is None or value.values.dim() != 1 or not _are_offsets(value.offsets, len(value.values)):
             raise ColumnError(
-                f"column {column.name!r}: takes flat values, and offsets int64 that rise from 0 to their number, got "
-                f"{_shown(value)}"
+                column.name,
+                f"takes flat values, and offsets int64 that rise from 0 to their number, got {_shown(value)}",
             )
         return [value.values.detach()], value.offsets
     else:
@@ -190,7 +206,10 @@ def _ragged_parts(column: Column, value: Any) -> tuple[list[torch.Tensor], torch
         for part in () if fit else parts:
             _check_dtype(column, part)
             if part.dim() != 1:
-                raise ColumnError(f"column {column.name!r}: ragged rows have one dimension, got {_shown(part)}")
+                raise ColumnError(
+                    column.name,
+                    f"ragged rows have one dimension, got {_shown(part)}",
+                )
     if any(part.requires_grad for part in parts):
         parts = [part.detach() for part in parts]
     return parts, offsets_of([part.numel() for part in parts])
@@ -227,10 +246,16 @@ def _count(value: Any) -> int:
 
 def _check_dtype(column: Column, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
-        raise ColumnError(f"column {column.name!r}: takes {column.describe()}, got {_shown(value)}; make it a tensor")
+        raise ColumnError(
+            column.name,
+            f"takes {column.describe()}, got {_shown(value)}",
+            "make it a tensor",
+        )
     if value.dtype != column.dtype:
         raise ColumnError(
-            f"column {column.name!r}: takes {column.describe()}, got {_shown(value)}; convert with .to({column.dtype})"
+            column.name,
+            f"takes {column.describe()}, got {_shown(value)}",
+            f"convert with .to({column.dtype})",
         )
 
 
@@ -484,4 +509,8 @@ def _joined(starts: np.ndarray, lengths: np.ndarray) -> Runs:
 
 
 def missing_column(name: str, row: int) -> ColumnError:
-    return ColumnError(f"column {name!r}: row {row} of this claim does not have it yet; declare it as consumed")
+    return ColumnError(
+        name,
+        f"row {row} of this claim does not have it yet",
+        "declare it as consumed",
+    )

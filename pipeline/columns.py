@@ -16,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from pipeline.problems import Fatal, Problem, ProblemError
+
 Dtype = torch.dtype | Literal["utf8"]
 Ragged = Literal["packed", "jagged", "padded"]
 
@@ -26,8 +28,13 @@ DTYPES: tuple[torch.dtype, ...] = (
 )
 
 
-class ColumnError(ValueError):
-    """A value does not fit its column, or a column is not there. The message names column, value and fix."""
+class ColumnError(Fatal, ProblemError, ValueError):
+    """A value does not fit its ``column``, or that is not there. ``subject``: its name in the message."""
+
+    def __init__(self, column: str, wrong: str, fix: str = "", subject: str = "") -> None:
+        problem = Problem(f"columns.{column}" if column else "columns", None, wrong, fix)
+        message = str(Problem(subject or f"column {column!r}", None, wrong, fix))
+        super().__init__(problem, message=message)
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,13 @@ class Column:
 
     def __post_init__(self) -> None:
         if self.dtype != "utf8" and self.dtype not in DTYPES:
-            raise ColumnError(f"column {self.name!r}: dtype {self.dtype} cannot be stored; use one of {DTYPES} or text")
+            raise ColumnError(
+                self.name,
+                f"dtype {self.dtype} cannot be stored",
+                f"use one of {DTYPES} or text",
+            )
         if self.dtype == "utf8" and self.shape is not None:
-            raise ColumnError(f"column {self.name!r}: text has no shape; use Column.text({self.name!r})")
+            raise ColumnError(self.name, "text has no shape", f"use Column.text({self.name!r})")
 
     @classmethod
     def scalar(cls, name: str, dtype: torch.dtype, *, finite: bool = False) -> Column:
@@ -98,9 +109,19 @@ class Schema:
         names = [column.name for column in self.columns]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise ColumnError(f"schema: column {twice} is declared twice; each column has one producer")
+            raise ColumnError(
+                "",
+                f"column {twice} is declared twice",
+                "each column has one producer",
+                subject="schema",
+            )
         if len(names) > most:
-            raise ColumnError(f"schema: {len(names)} columns, at most {most} fit; join some into a fixed column")
+            raise ColumnError(
+                "",
+                f"{len(names)} columns, at most {most} fit",
+                "join some into a fixed column",
+                subject="schema",
+            )
         self._bits = {name: bit for bit, name in enumerate(names)}
 
     def __contains__(self, name: str) -> bool:
@@ -111,7 +132,7 @@ class Schema:
 
     def bit(self, name: str) -> int:
         if name not in self._bits:
-            raise ColumnError(f"column {name!r} is not in the schema; it has {list(self._bits)}")
+            raise ColumnError(name, "is not in the schema", f"it has {list(self._bits)}")
         return self._bits[name]
 
     def mask(self, names: Iterable[str]) -> int:

@@ -21,6 +21,8 @@ import structlog
 import torch
 import torch.distributed
 
+from pipeline.problems import Fatal
+
 log = structlog.get_logger(__name__)
 
 AUTO = "auto"
@@ -30,7 +32,7 @@ INSTALL_NPU = (
 )
 
 
-class DeviceMissing(RuntimeError):
+class DeviceMissing(Fatal, RuntimeError):
     """The requested device is not present. The message has what was looked for and what to install."""
 
 

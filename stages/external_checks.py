@@ -19,8 +19,11 @@ import torch
 
 from pipeline.blocks import pack
 from pipeline.columns import Packed, Schema
+from pipeline.problems import Problem, ProblemError
 from stages.rollout.stage import PROGRESS
 
+# Of a request, beside its columns; "weights" are its body.
+FIELDS = ("version", "rows", "park", "step", "columns", "tokenizer", "weights")
 LEAST_LOGPROB = -104.0  # of a drawn token: float32 holds no smaller probability than exp(-103.3)
 LEAST_REFERENCE = -1e4  # of a token that another policy drew: float32 logits differ by no more
 ROUNDING = 0.01  # by which a logprob may exceed 0: the error of bfloat16
@@ -53,12 +56,12 @@ class Terms:
         return cls(**json.loads(text))
 
 
-class Misfit(ValueError):
-    """A value of an external stage that is refused: ``column``, what is ``wrong``, and the ``fix``."""
+class Misfit(ProblemError, ValueError):
+    """A value of an external stage that is refused: of a ``column``, or of one of :data:`FIELDS`."""
 
     def __init__(self, column: str, wrong: str, fix: str) -> None:
-        self.column, self.wrong, self.fix = column, wrong, fix
-        super().__init__(f"column {column!r}: {wrong}; {fix}")
+        problem = Problem(column if column in FIELDS else f"columns.{column}", None, wrong, fix)
+        super().__init__(problem, message=f"column {column!r}: {wrong}; {fix}")
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:

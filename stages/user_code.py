@@ -17,17 +17,22 @@ from types import FrameType
 from typing import Any
 
 from asyncdock_command import PACKAGES, way_out
+from pipeline.problems import Problem, ProblemError
+
+
+class CodeUnusable(ProblemError, ValueError):
+    """There is no code of this name, or it cannot be imported."""
 
 
 def find(
-    what: str,
+    key: str,
     name: str,
     built_in: Mapping[str, Any],
     installed: Callable[[], importlib.metadata.EntryPoints],
     form: str = "module:Class",
 ) -> Any:
-    """The object called ``name``: one of ``built_in``, an ``installed`` entry point, or ``module:attribute``. Raises
-    ValueError with the reason and a fix; its message begins with ``what`` and the name."""
+    """The object that the recipe's ``key`` calls ``name``: one of ``built_in``, an ``installed`` entry point, or
+    ``module:attribute``. Raises CodeUnusable."""
     if name in built_in:
         return built_in[name]
     place = name
@@ -35,18 +40,15 @@ def find(
         entries = installed()
         if name not in entries.names:
             names = sorted({*built_in, *entries.names})
-            raise ValueError(f"{what} {name!r} is not known; use {form!r} or one of {names}")
+            raise CodeUnusable(Problem(key, name, "is not known", f"use {form!r} or one of {names}"))
         place = f"{entries[name].module}:{entries[name].attr}"
-    try:
-        return imported(place)
-    except ImportError as error:
-        raise ValueError(f"{what} {name!r} {error}") from error
+    return imported(place, key, name)
 
 
-def imported(name: str) -> Any:
-    """The attribute that ``name``, ``module:attribute``, names. Raises ImportError with the reason, the line and
-    a fix."""
-    module, _, attribute = name.partition(":")
+def imported(place: str, key: str, name: str) -> Any:
+    """The attribute at ``place``, ``module:attribute``, which the recipe's ``key`` calls ``name``. Raises CodeUnusable with
+    the reason and the line."""
+    module, _, attribute = place.partition(":")
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a module may do anything while it is imported
@@ -54,15 +56,16 @@ def imported(name: str) -> Any:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{module}.".startswith(f"{missing}."):  # it was found, and failed
             fix = f"correct {module}, or install what it needs"
-        raise ImportError(f"cannot be imported: {_shown(error)}; {_hidden(error) or fix}") from error
+        wrong = f"cannot be imported: {_shown(error)}"
+        raise CodeUnusable(Problem(key, name, wrong, _hidden(error) or fix)) from error
     try:
         return operator.attrgetter(attribute)(found)
     except AttributeError as error:
         names = [known for known in vars(found) if not known.startswith("_")]
         close = difflib.get_close_matches(attribute, names, n=1)
         fix = f"did you mean {f'{module}:{close[0]}'!r}?" if close else f"use one of {names[:20]}"
-        fix = _hidden(error) or fix
-        raise ImportError(f"cannot be imported: {module} has no attribute {attribute!r}; {fix}") from None
+        wrong = f"cannot be imported: {module} has no attribute {attribute!r}"
+        raise CodeUnusable(Problem(key, name, wrong, _hidden(error) or fix)) from None
 
 
 def _hidden(error: BaseException) -> str:

@@ -35,10 +35,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from pipeline.problems import Fatal
+
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
-class NeedsOwnCode(ValueError):
+class NeedsOwnCode(Fatal, ValueError):
     """A model's folder names Python code in it that would have to be run to load it."""
 
 

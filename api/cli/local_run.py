@@ -246,7 +246,7 @@ def _report(run: Run, outcome: RunResult, console: Console) -> None:
     console.print(summary_table(report.summary | shown_before), markup=False)
     for note in report.notes:
         line(f"  {note}", "yellow")
-    log = log_of(run.out_dir, outcome.reason)
+    log = log_of(run.out_dir, outcome.worker)
     if outcome.state == "failed" and log is not None:
         line(f"  log: {log}")
     if model is not None:

@@ -219,7 +219,7 @@ def _search(
     try:
         memory = int(str(parse_size(device_memory))) if device_memory else 0
     except ValueError as error:
-        refuse(f"--device-memory: {error}")
+        refuse(f"--device-memory: {device_memory!r} {error}")
     try:
         choices = search(
             recipe,

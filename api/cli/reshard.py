@@ -147,7 +147,7 @@ def _bucket_bytes(text: str) -> int:
     try:
         size = parse_size(text)
     except ValueError as error:
-        raise PlanRefused(f"--bucket: {text!r} is {error}") from None
+        raise PlanRefused(f"--bucket: {text!r} {error}") from None
     if not isinstance(size, int) or size < SMALLEST_BUCKET:
         raise PlanRefused(f"--bucket: {text!r} is less than {SMALLEST_BUCKET} bytes; use for example 4MiB")
     return size

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import platform
-import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -41,13 +40,12 @@ from stages.weights.store import Published
 
 VERSIONS = 2  # of weights, with files that are kept for further readers
 LOAD_NEWEST = "load the newest version: GET …/weights"
-# Kind, field, and fix ("": the last part of the message).
+# Kind, field, and fix.
 CONFLICTS: dict[type[Exception], tuple[str, str, str]] = {
     WeightsTooOld: ("weights-too-old", "version", LOAD_NEWEST),
     BoundBroken: ("weights-too-old", "version", LOAD_NEWEST),
     WeightsGone: ("weights-gone", "path.version", "get the newest version from GET …/weights"),
     LeaseLost: ("lease-lost", "token", "discard the columns of these rows, and claim again"),
-    NotExternal: ("not-external", "stage", ""),
     NotBegun: ("not-begun", "path.run", "wait until it is running"),
     StaleHandle: ("released", "rows", "claim again"),
     IndexRefused: ("refused", "", "follow the detail"),
@@ -128,23 +126,17 @@ class ExternalSession:
         """Turns the exceptions of the interface into problems."""
         try:
             yield
-        except Misfit as error:
-            own = error.column in ("version", "rows", "park", "step", "columns", "tokenizer")
-            field = error.column if own else "body" if error.column == "weights" else f"columns.{error.column}"
-            raise HTTPProblem(422, str(error), kind="misfit", field=field, fix=error.fix) from None
-        except ColumnError as error:
-            named = re.match(r"column '(\w+)'", str(error))
-            field = f"columns.{named[1]}" if named else "columns"
-            raise HTTPProblem(422, str(error), kind="misfit", field=field, fix=_fix_of(error)) from None
-        except PromptError as error:
-            raise HTTPProblem(422, str(error), kind="prompt", field="prompts", fix=_fix_of(error)) from None
+        except NotExternal as error:
+            [found] = error.problems
+            raise HTTPProblem(409, str(error), kind="not-external", field=found.key, fix=found.fix) from None
+        except (Misfit, ColumnError, PromptError) as error:
+            [found] = error.problems
+            kind = "prompt" if isinstance(error, PromptError) else "misfit"
+            field = "body" if found.key == "weights" else found.key
+            fix = found.fix or None
+            raise HTTPProblem(422, str(error), kind=kind, field=field, fix=fix) from None
         except (ExternalPromptsFull, NoRoom, WarehouseUnreachable) as error:
             raise HTTPProblem(503, str(error), kind="no-room", fix="try again", headers={"Retry-After": "5"}) from None
         except tuple(CONFLICTS) as error:
             kind, field, fix = next(found for refused, found in CONFLICTS.items() if isinstance(error, refused))
-            raise HTTPProblem(409, str(error), kind=kind, field=field or None, fix=fix or _fix_of(error)) from None
-
-
-def _fix_of(error: Exception) -> str:
-    """Returns what follows the last semicolon of the message."""
-    return str(error).rpartition("; ")[2]
+            raise HTTPProblem(409, str(error), kind=kind, field=field or None, fix=fix) from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -44,6 +43,7 @@ from stages.engines.protocols import (
     EngineClosed,
     EngineFailed,
     GroupRequest,
+    RequestRefused,
     ResponseFailed,
     RolloutEngine,
     SamplingParams,
@@ -88,7 +88,8 @@ def _failure(error: Exception) -> Exception:
     match error:
         case TokenizerFailed():
             log.error("a tokenizer failed", exc_info=error)
-            return HTTPProblem(422, f"{error}.", kind="generation", fix="give another text, or ask for another model")
+            fix = "give another text, or ask for another model"
+            return HTTPProblem(422, f"{error.problems[0].wrong}.", kind="generation", fix=fix)
         case TurnsFull():
             return problem_of(error)
         case ResponseFailed():
@@ -181,8 +182,9 @@ class _Responder:
             if self._alternatives:
                 raise _refused("The engine has no logprobs of other tokens.", "logprobs", "ask for 0 of them")
             return engine.generate(groups)
-        except ValueError as refused:
-            raise _refused(str(refused), self._refused_field(str(refused)), "change it, or see /docs") from None
+        except ValueError as error:
+            names = [found.key for found in error.problems] if isinstance(error, RequestRefused) else []
+            raise _refused(str(error), self._field_of(names), "change it, or see /docs") from None
 
     def _groups(self, engine: RolloutEngine) -> list[GroupRequest]:
         seed = secrets.randbits(63) if self._request.seed is None else self._request.seed
@@ -194,13 +196,11 @@ class _Responder:
             groups.append(GroupRequest(number, places, torch.tensor(ids), params, seed + number))
         return groups
 
-    def _refused_field(self, refused: str) -> str:
-        """Returns the field of a request that an engine has ``refused``."""
-        field = re.match(r"group \d+: (\w+) is ", refused)
-        if field and field[1] in type(self._request).model_fields:
-            return field[1]
-        if "max_tokens" in refused and self._asked_tokens is not None:
-            return "max_tokens"
+    def _field_of(self, names: Sequence[str]) -> str:
+        """Returns the field of the request for an engine's ``names`` of fields that it refuses."""
+        for name in names:
+            if name in type(self._request).model_fields and (name != "max_tokens" or self._asked_tokens):
+                return name
         return "messages" if self._chat else "prompt"
 
     @property

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, field_validator
 
 from api.schemas.runs import Strict
-from stages.engines.bounds import LEAST, MOST_TEMPERATURE, temperature_problem, top_p_problem
+from stages.engines.bounds import LEAST, MOST_TEMPERATURE, temperature_fix, top_p_fix
+from stages.json_schema import fault
 
 MOST_CHOICES = 128  # of one request
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(min_length=1)]
@@ -20,21 +21,21 @@ NoBias = Annotated[dict[str, float], Field(max_length=0)]
 NoMetadata = Annotated[dict[str, str], Field(max_length=0)]
 
 
-def _unless(problem_of: Callable[[float], str]) -> AfterValidator:
-    """Refuse a value with a problem, which is a text of the field, the value and after "; " the fix."""
+def _bounded(fix_of: Callable[[float], str]) -> AfterValidator:
+    """Refuse a value for which there is a fix."""
 
     def check(value: float) -> float:
-        if problem := problem_of(value):
-            raise ValueError(f"is not right; {problem.partition('; ')[2]}")
+        if fix := fix_of(value):
+            raise fault("is not right", fix)
         return value
 
     return AfterValidator(check)
 
 
 Temperature = Annotated[
-    float, _unless(temperature_problem), Field(json_schema_extra={"minimum": 0, "maximum": MOST_TEMPERATURE})
+    float, _bounded(temperature_fix), Field(json_schema_extra={"minimum": 0, "maximum": MOST_TEMPERATURE})
 ]
-TopP = Annotated[float, _unless(top_p_problem), Field(json_schema_extra={"minimum": LEAST, "maximum": 1})]
+TopP = Annotated[float, _bounded(top_p_fix), Field(json_schema_extra={"minimum": LEAST, "maximum": 1})]
 
 
 class StreamOptions(Strict):
@@ -86,7 +87,7 @@ class CompletionRequest(Sampling):
     def _returns_all(cls, best_of: int | None, request: ValidationInfo) -> int | None:
         choices = request.data.get("n") or 1
         if best_of not in (None, choices):
-            raise ValueError(f"would leave choices out; give n, which is {choices}")
+            raise fault("would leave choices out", f"give n, which is {choices}")
         return best_of
 
 
@@ -109,7 +110,7 @@ class ChatMessage(Strict):
     @classmethod
     def _has_content(cls, content: str | list[TextPart] | None, message: ValidationInfo) -> str | list[TextPart] | None:
         if content is None and message.data.get("role") != "assistant":
-            raise ValueError("is missing; give a text: only an assistant's may be null")
+            raise fault("is missing", "give a text: only an assistant's may be null")
         return content
 
     @property

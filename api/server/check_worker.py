@@ -68,7 +68,9 @@ def _what_if(folder: Path, overrides: list[str]) -> dict[str, Any]:
         now, changed = what_if(folder, overrides)
     except NotMeasured as lacking:
         fix = "ask again after some optimizer steps"
-        raise HTTPProblem(409, str(lacking).rpartition(": ")[2], kind="not-measured", fix=fix) from None
+        [found] = lacking.problems
+        detail = f"{found.wrong}; {found.fix}"
+        raise HTTPProblem(409, detail, kind="not-measured", fix=fix) from None
     views = {"now": ForecastView.model_validate(now), "changed": ForecastView.model_validate(changed)}
     return {name: view.model_dump(mode="json") for name, view in views.items()}
 

@@ -16,6 +16,7 @@ import pydantic
 import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import ErrorDetails
 
 from api.schemas.text import Text, sendable
 from orchestration.policy.source import PoliciesBusy, PolicyUnknown
@@ -141,9 +142,9 @@ def errors_of(error: pydantic.ValidationError, prefix: str = "") -> list[Wrong]:
         field = prefix.rstrip(".") or "body"
         return [Wrong(field=field, wrong=f"has {count} errors, too many to be listed", fix="see /docs")]
     errors = []
-    for item in error.errors(include_url=False, include_context=False)[:MOST_ERRORS]:
+    for item in error.errors(include_url=False)[:MOST_ERRORS]:
         field = prefix + ".".join(str(part) for part in item["loc"])
-        wrong, fix = _wrong_and_fix(item["type"], item["msg"])
+        wrong, fix = _wrong_and_fix(item)
         # A missing field has no value; pydantic reports the object that lacks it.
         value = None if item["type"] in ("missing", "json_invalid") or prefix == "header." else shown(item["input"])
         errors.append(Wrong(field=field or "body", value=value, wrong=wrong, fix=fix))
@@ -163,17 +164,17 @@ def several(status: int, kind: str, title: str, errors: Sequence[Wrong]) -> HTTP
     )
 
 
-def _wrong_and_fix(kind: str, message: str) -> tuple[str, str]:
-    match kind:
+def _wrong_and_fix(error: ErrorDetails) -> tuple[str, str]:
+    message, context = error["msg"], error.get("ctx", {})
+    match error["type"]:
         case "missing":
             return "is missing", "give it"
         case "extra_forbidden":
             return "is not known here", "remove it, or see /docs for what is"
         case "json_invalid":
-            return f"is not JSON ({message.removeprefix('Invalid JSON: ')})", "send one JSON object"
-        case "value_error" if "; " in message:  # raised here: what is wrong, and the fix
-            wrong, _, fix = message.removeprefix("Value error, ").partition("; ")
-            return wrong, fix
+            return f"is not JSON ({context['error']})", "send one JSON object"
+        case "fault":  # see stages.json_schema
+            return context["wrong"], context["fix"]
     if message.startswith("Input should be "):
         return "is not right", "give " + message.removeprefix("Input should be ")
     return f"is refused ({message})", "see /docs for what it takes"

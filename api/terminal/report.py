@@ -95,12 +95,12 @@ def _notes(progress: Progress) -> list[str]:
     ]
 
 
-def log_of(out_dir: Path, reason: str) -> Path | None:
-    """The log of the worker that ``reason`` names, or the folder of all of them; None where there is none, as with the
-    launcher ``inline``."""
-    worker, logs = re.match(r"\w+-\d+", reason), out_dir / "logs"
-    if worker and (logs / f"{worker[0]}.log").is_file():
-        return logs / f"{worker[0]}.log"
+def log_of(out_dir: Path, worker: str) -> Path | None:
+    """The log of ``worker``, or the folder of all logs; None where there is none, as with the launcher
+    ``inline``."""
+    logs = out_dir / "logs"
+    if (log := logs / f"{worker}.log").is_file():
+        return log
     return logs if logs.is_dir() else None
 
 

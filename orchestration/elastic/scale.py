@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 
 from orchestration.recipe.load import change_recipe
-from orchestration.recipe.problems import Problem, RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.run.documents import RUN_RECIPE, SCALE
 from orchestration.service.registry import LIVE, WrongState
 from pipeline.index.client import Index
+from pipeline.problems import Problem
 
 
 def scaled(recipe: Recipe, rollouts: int) -> Recipe:

@@ -1,8 +1,13 @@
 """What the interface to external stages refuses."""
 
+from pipeline.problems import Problem, ProblemError
 
-class NotExternal(LookupError):
+
+class NotExternal(ProblemError, LookupError):
     """The run's own workers execute this stage."""
+
+    def __init__(self, wrong: str, fix: str = "") -> None:
+        super().__init__(Problem("stage", None, wrong, fix), message=f"{wrong}; {fix}" if fix else wrong)
 
 
 class NotBegun(RuntimeError):

@@ -99,10 +99,8 @@ class External(ExternalWeights):
     ) -> int:
         """Adds prompts, as :func:`stages.prompts.external.put_prompts`. Raises NotExternal when the run has its own."""
         if self.recipe.prompts.source != "external":
-            raise NotExternal(
-                f"prompts.source = {self.recipe.prompts.source!r}: the run has its own prompts; open one with "
-                "prompts.source = 'external'"
-            )
+            wrong = f"prompts.source = {self.recipe.prompts.source!r}: the run has its own prompts"
+            raise NotExternal(wrong, "open one with prompts.source = 'external'")
         column = self.recipe.prompts.column
         return await put_prompts(self.index, rows, column=column, first=first, last=last, timeout=timeout)
 

@@ -41,9 +41,8 @@ class ExternalWeights:
     async def weights(self, after: int = -1, wait: float = 0.0) -> Published | None:
         """Returns the published version when it is newer than ``after``; waits up to ``wait`` seconds for one."""
         if not self.recipe.external.stages:
-            raise NotExternal(
-                "external.stages is empty: the run's own workers execute all stages; open a run with some in it"
-            )
+            wrong = "external.stages is empty: the run's own workers execute all stages"
+            raise NotExternal(wrong, "open a run with some in it")
         deadline = time.monotonic() + wait
         while True:
             newest = await self.index.published_weights()
@@ -142,9 +141,8 @@ class ExternalWeights:
 
     def _check_external(self, stage: str) -> None:
         if stage not in self.recipe.external.stages:
-            raise NotExternal(
-                f"the run's own workers execute stage {stage!r}; open a run with external.stages = [{stage!r}]"
-            )
+            wrong = f"the run's own workers execute stage {stage!r}"
+            raise NotExternal(wrong, f"open a run with external.stages = [{stage!r}]")
 
     async def _weight_store(self) -> WeightStore:
         if self._store is None:

@@ -37,7 +37,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         return _answer(request)
     except TokenizerFailed as failed:
-        return {"refused": f"{failed}.", "fix": "give another text, or ask for another model"}
+        return {"refused": f"{failed.problems[0].wrong}.", "fix": "give another text, or ask for another model"}
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

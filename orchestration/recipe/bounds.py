@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orchestration.recipe.problems import Problem
+from pipeline.problems import Problem
 
 DEEPEST = 32  # tables and lists inside each other, and parts of a key
 LARGEST = 2**53  # of whole numbers; beyond it JSON parsers disagree on the value

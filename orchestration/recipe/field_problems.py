@@ -11,8 +11,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from orchestration.recipe.problems import Problem, split_fix, suggest
+from orchestration.recipe.problems import suggest
 from orchestration.recipe.schema import Recipe
+from pipeline.problems import Problem
 from stages.device_names import PATTERN, device_fix
 
 # Pydantic's error types, and what to write instead.
@@ -72,10 +73,10 @@ def field_problem(error: ErrorDetails, prefix: str = "", allowed: Collection[str
         case "literal_error":
             choices = re.findall(r"'([^']*)'", context["expected"])
             return Problem(key, value, "is not allowed", suggest(str(value), choices))
-        case "fault":  # see stages.prompts.options
-            return Problem(key, value, *split_fix(error["msg"]))
-        case "value_error":
-            return Problem(key, value, *split_fix(f"is {context['error']}"))
+        case "fault":  # see stages.json_schema
+            return Problem(key, value, context["wrong"], context["fix"])
+        case "value_error":  # of a user's validator
+            return Problem(key, value, f"is {context['error']}")
         case "string_pattern_mismatch" if context["pattern"] == PATTERN:
             return Problem(key, value, "is not the name of a device", device_fix(str(value)))
         case "string_pattern_mismatch":

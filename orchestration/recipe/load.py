@@ -29,8 +29,9 @@ from orchestration.recipe.checks import (  # noqa: F401  # registers their check
 )
 from orchestration.recipe.checks.registry import Environment, run_checks
 from orchestration.recipe.field_problems import field_problem, valid_part
-from orchestration.recipe.problems import Problem, RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
+from pipeline.problems import Problem
 from stages.prompts.files import Reading
 
 MOST_PROBLEMS = 100  # of single keys that are reported; more are counted

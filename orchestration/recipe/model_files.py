@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.prompts.files import PromptError, Reading, kind_of, open_file
+from stages.prompts.files import EmptyFile, PromptError, Reading, kind_of, open_file
 
 KNOWN_MODELS = ("smollm2", "tiny", "tiny-moe", "mock")  # sources that are no folder
 PLAIN_MODELS = ("tiny", "tiny-moe", "mock")  # sources without a chat template
@@ -267,9 +267,10 @@ def _open(path: Path) -> Any:
     except OSError as error:
         wrong = f"has a {path.name} that cannot be read ({error})"
         raise ModelFileError(wrong, "give files that can be read") from None
+    except EmptyFile:
+        raise ModelFileError(f"has a {path.name} that is empty") from None
     except PromptError as error:
-        wrong = "is empty" if "is empty" in str(error) else f"cannot be read ({error})"
-        raise ModelFileError(f"has a {path.name} that {wrong}") from None
+        raise ModelFileError(f"has a {path.name} that cannot be read ({error})") from None
     if file.peek(32).startswith(LFS):  # type: ignore[attr-defined]
         file.close()
         raise ModelFileError(f"has a {path.name} that is only a pointer of Git LFS", "fetch it with `git lfs pull`")

@@ -14,7 +14,8 @@ from orchestration.recipe.checks.memory_parts import ITEM_BYTES, Engine, memory
 from orchestration.recipe.checks.notices import notices
 from orchestration.recipe.flow import column_bytes, flow_of
 from orchestration.recipe.model_files import experts_of, parameters_in, text_config
-from orchestration.recipe.problems import Problem, value_or_none
+from orchestration.recipe.problems import value_or_none
+from pipeline.problems import Problem
 from stages.algorithms import build_algorithm
 from stages.flow.catalogue import expert_type
 from stages.flow.declarations import itemsize

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe: a :class:`Problem` for each thing, a :class:`RecipeError` for all of them."""
+"""The error with all problems of a recipe, and what to write instead of a name that is not known."""
 
 from __future__ import annotations
 
@@ -6,32 +6,27 @@ import difflib
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from stages.flow.declarations import Problem
+from pipeline.problems import Problem, ProblemError
 
 T = TypeVar("T")
 
 LONGEST_SUGGESTED = 64  # characters of a name that are compared with the allowed ones
 
 
-class RecipeError(ValueError):
-    """All that is wrong with a recipe, in ``problems``; ``where`` names the recipe."""
+class RecipeError(ProblemError, ValueError):
+    """All that is wrong with a recipe, which ``where`` names."""
 
     def __init__(self, where: str, problems: Sequence[Problem]) -> None:
-        self.where, self.problems = where, list(problems)
+        self.where = where
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
+        lines = (f"  {problem}" for problem in problems)
+        super().__init__(*problems, message="\n".join([f"{where}: {count}", *lines]))
 
 
 def suggest(given: str, allowed: Collection[str]) -> str:
     """Return what to write instead of ``given``: the most similar of ``allowed``, or all of them."""
     close = difflib.get_close_matches(given[:LONGEST_SUGGESTED], allowed, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"use one of: {', '.join(map(repr, sorted(allowed)))}"
-
-
-def split_fix(message: str) -> tuple[str, str]:
-    """Split ``what is wrong; what to do`` into its two parts."""
-    wrong, _, fix = message.partition("; ")
-    return wrong, fix
 
 
 def value_or_none(read: Callable[[], T]) -> T | None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from orchestration.recipe.bounds import LARGEST
 from stages.device_names import EXAMPLES, PATTERN
-from stages.json_schema import unit
+from stages.json_schema import fault, unit
 
 UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -24,7 +24,8 @@ def parse_size(value: object) -> object:
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]{1,3})?", value.strip())
     unit = (match[2] or "B").upper() if match else ""
     if match is None or unit not in UNITS:
-        raise ValueError("not a size; write a whole number of bytes or a text like '64MiB', '1.5GiB' or '500MB'")
+        fix = "write a whole number of bytes or a text like '64MiB', '1.5GiB' or '500MB'"
+        raise fault("is not a size", fix)
     return int(float(match[1]) * UNITS[unit])
 
 
@@ -68,7 +69,8 @@ INDEX_PATTERN = f"^(embedded$|{'|'.join(INDEX_SCHEMES)})"
 
 def _index_url(value: object) -> object:
     if isinstance(value, str) and value != "embedded" and not value.startswith(INDEX_SCHEMES):
-        raise ValueError("not an index; use 'embedded', or a URL that begins with redis://, rediss:// or unix://")
+        fix = "use 'embedded', or a URL that begins with redis://, rediss:// or unix://"
+        raise fault("is not an index", fix)
     return value
 
 

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from orchestration.run.storage.store import STEP, CheckpointStore, sync
+from pipeline.problems import Fatal
 from stages.threads import run_in_thread
 from stages.weights import manifest
 from stages.weights.manifest import STATE, FilesDamaged
@@ -60,11 +61,11 @@ _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, 
 log = structlog.get_logger()
 
 
-class CheckpointUnusable(RuntimeError):
+class CheckpointUnusable(Fatal, RuntimeError):
     """A checkpoint cannot be loaded: it is damaged, not finite, or of another model."""
 
 
-class DiskRefused(RuntimeError):
+class DiskRefused(Fatal, RuntimeError):
     """The disk, or checkpoint.url, takes no checkpoint, and will not take one from a restarted worker either."""
 
 
@@ -107,8 +108,7 @@ class Checkpoint:
                 shards.load(state, reader, no_dist=not _sharded(state))
         except (Exception, CheckpointException) as error:
             causes = list(_causes(error))
-            named = (FilesDamaged, shards.ShardsRefused)
-            damaged = next((cause for cause in causes if isinstance(cause, named)), None)
+            damaged = next((cause for cause in causes if isinstance(cause, FilesDamaged)), None)
             why = damaged or (
                 f"{self.path} cannot be loaded into the model of this run ({type(causes[-1]).__name__}: {causes[-1]}); if "
                 "model.source is not the model that the run began with, put that back"

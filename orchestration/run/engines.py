@@ -22,6 +22,7 @@ from orchestration.recipe.model_files import PLAIN_MODELS, end_tokens
 from orchestration.recipe.planner import longest_row, longrope_change, vocabulary_of
 from orchestration.recipe.schema import Recipe
 from pipeline.node import AUTO, announced, is_loopback
+from pipeline.problems import Problem
 from pipeline.warehouse.arena import shared_memory_directory
 from stages import device as devices
 from stages.engines.protocols import RolloutEngine, SamplingParams, TrainEngine
@@ -170,10 +171,9 @@ def _by_factory(side: Side, recipe: Recipe, protocol: type, **arguments: Any) ->
     engine = find_factory(side, section.engine)(recipe, **arguments, **section.options)
     lacks = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(engine, name)]
     if lacks:
-        raise EngineUnknown(
-            f"{side}.engine = {section.engine!r} has made a {type(engine).__name__}, which has no {' and no '.join(lacks)}; "
-            f"make what has all of {protocol.__name__} in stages/engines/protocols.py"
-        )
+        wrong = f"has made a {type(engine).__name__}, which has no {' and no '.join(lacks)}"
+        fix = f"make what has all of {protocol.__name__} in stages/engines/protocols.py"
+        raise EngineUnknown(Problem(f"{side}.engine", section.engine, wrong, fix))
     return engine
 
 

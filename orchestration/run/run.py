@@ -71,8 +71,9 @@ from pipeline.documents.flow import SECRET
 from pipeline.events import ENDED, Event, WorkerEvent
 from pipeline.first_of import first_of
 from pipeline.index.address import Address, split_password
-from pipeline.index.client import INDEX_VARIABLE, Index, IndexRefused, IndexUnreachable
+from pipeline.index.client import INDEX_VARIABLE, Index, IndexUnreachable
 from pipeline.index.embedded import EmbeddedIndex, end_unknown, served_by_tls
+from pipeline.index.errors import IndexUnwritable
 from pipeline.node import AUTO, own_address, owned_prefix
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.flow.graph import document
@@ -98,6 +99,7 @@ class RunResult:
     out_dir: Path
     checkpoint: Checkpoint | None
     seconds: float
+    worker: str = ""  # that has failed
 
 
 class Run:
@@ -217,7 +219,7 @@ class Run:
                 outcome = Outcome("failed", _reason(error, self.out_dir))
             newest = checkpoint.latest(self.out_dir / "checkpoints")
             seconds = time.monotonic() - began
-            return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds)
+            return RunResult(self.id, outcome.state, outcome.reason, self.out_dir, newest, seconds, outcome.worker)
         finally:
             launcher.close()
             await self._end()
@@ -429,7 +431,7 @@ def _joining_command(join: str, token: str, run: str, workers: int) -> str:
 
 def _reason(error: Exception, out: Path) -> str:
     """Returns why the run in ``out`` has failed with ``error``."""
-    if "AOF" in str(error) and isinstance(error, IndexRefused):  # the server does not say where its file is
+    if isinstance(error, IndexUnwritable):  # the server does not say where its file is
         refused, files = OSError(errno.ENOSPC, str(error)), (out / "index").rglob("*.aof")
         return (
             f"index: {refusal(out / 'index', sum(file.stat().st_size for file in files), refused)}, and resume the run"

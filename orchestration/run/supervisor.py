@@ -76,10 +76,15 @@ class Outcome:
 
     state: str
     reason: str = ""
+    worker: str = field(default="", compare=False)  # whose log has more
 
 
 class _Failed(Exception):
-    """The run cannot go on."""
+    """The run cannot go on. ``worker``: whose log has more, where it is one's."""
+
+    def __init__(self, reason: str, worker: Worker | None = None) -> None:
+        super().__init__(reason)
+        self.worker = _shown(worker) if worker else ""
 
 
 class _Rewind(Exception):
@@ -137,7 +142,7 @@ class Supervisor:
         try:
             outcome = await self._supervise(stop)
         except (_Failed, GuardFailed, Unplaceable) as failed:
-            outcome = Outcome("failed", str(failed))
+            outcome = Outcome("failed", str(failed), getattr(failed, "worker", ""))
         except _Rewind as gone:
             outcome = Outcome(REWIND, str(gone))
         except Exception as error:
@@ -261,7 +266,7 @@ class Supervisor:
             try:
                 life = await self.launcher.launch(self.index.run, self.index.url, *worker, name)
             except OSError as error:
-                raise _Failed(f"{_shown(worker)} cannot be started: {error}") from error
+                raise _Failed(f"{_shown(worker)} cannot be started: {error}", worker) from error
             group.lives[worker] = self._liveness.lives[name] = life
             await self._emit(worker, "started", pid=life.pid)
 
@@ -276,7 +281,7 @@ class Supervisor:
             if worker != first and reasons[worker]:  # it failed by itself, it was not ended for the first one's death
                 log.warning("worker died too", worker=group.names[worker], reason=reasons[worker])
             if code == EXIT_FATAL:
-                raise _Failed(f"{_shown(worker)}: {reasons[worker] or ending(code)}")
+                raise _Failed(f"{_shown(worker)}: {reasons[worker] or ending(code)}", worker)
             if code == EXIT_REWIND:
                 raise _Rewind(reasons[worker] or ending(code))
         return reason
@@ -286,12 +291,12 @@ class Supervisor:
         and the run cannot go on without it."""
         if codes[dead] == EXIT_NOT_STARTED and not self._others_work(group):
             if group.not_started == reason:
-                raise _Failed(f"{_shown(dead)} failed twice before its first work, for the same reason: {reason}")
+                raise _Failed(f"{_shown(dead)} failed twice before its first work, for the same reason: {reason}", dead)
             group.not_started = reason
         while seconds := group.budget.take(time.monotonic()):
             used_up = f"launch.max_restarts = {group.budget.most} is used up: {reason}"
             if not self._others_work(group):
-                raise _Failed(f"{_shown(dead)} died and {used_up}")
+                raise _Failed(f"{_shown(dead)} died and {used_up}", dead)
             await self._set_absent(group, used_up)
             await asyncio.sleep(min(seconds, self.launch.restart_window))
         self.restarts += 1

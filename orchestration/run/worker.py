@@ -42,35 +42,14 @@ from orchestration.run.dropped import explained
 from orchestration.run.kinds import KINDS, kind_of
 from orchestration.run.paths import RunPaths
 from orchestration.streams import open_outputs
-from pipeline.columns import ColumnError
-from pipeline.compat.extras import ExtraMissing
 from pipeline.documents.flow import SECRET, STATE
 from pipeline.events import WorkerEvent
 from pipeline.first_of import cancel_all
-from pipeline.index.client import (
-    INDEX_VARIABLE,
-    BoundBroken,
-    GateClosed,
-    Index,
-    NeverFits,
-    TooManyDropped,
-    WrittenTwice,
-)
-from pipeline.index.errors import IndexRefused, IndexUnreachable
-from pipeline.warehouse.arena import StaleHandle
+from pipeline.index.client import INDEX_VARIABLE, Index
+from pipeline.index.errors import IndexRefused, IndexUnreachable, TooManyDropped
+from pipeline.problems import Fatal, Passing
 from pipeline.warehouse.dock import Dock
-from stages.algorithms import AlgorithmError
-from stages.device import DeviceMissing
-from stages.engines.registry import EngineUnknown
-from stages.flow.stage_calls import StageError, StageProcessEnded
-from stages.inference.teacher import TeacherRefused
-from stages.models import ModelNotFound
-from stages.prompts.files import PromptError
-from stages.rewards.registry import RewardError
-from stages.training.skipped import TooManySkipped
 from stages.training.update import SamplesGone
-from stages.weight_files import NeedsOwnCode
-from stages.weights.manifest import FilesDamaged
 
 log = structlog.get_logger()
 
@@ -78,7 +57,7 @@ JOBS = {name: kind.load() for name, kind in KINDS.items()}  # all of them, so th
 STATE_SECONDS = 10.0  # a wait for another state of the run is renewed this often
 
 
-class CannotStart(RuntimeError):
+class CannotStart(Fatal, RuntimeError):
     """The worker's parts cannot be made, or cannot do their first work, and another attempt would fail in the same way. The
     message is the cause's."""
 
@@ -88,7 +67,8 @@ class NotStarted(RuntimeError):
     cause's."""
 
 
-# Raised by reading a model, a config, a file or options: the same at each attempt.
+# Python's own errors do not declare what they are. Those of reading a model, a config, a file or
+# options: the same at each attempt.
 LASTING = (
     ValueError,
     TypeError,
@@ -102,41 +82,9 @@ LASTING = (
     OSError,
 )
 # Of these, the errors caused by another process that is about to come back.
-PASSING = (
-    SamplesGone,
-    StageProcessEnded,
-    ConnectionError,
-    TimeoutError,
-    BlockingIOError,
-    InterruptedError,
-    StaleHandle,
-)
+PASSING = (Passing, ConnectionError, TimeoutError, BlockingIOError, InterruptedError)
 # A restart would not help: training is replayed with the same rows and weights, and gives the same loss.
-FATAL = (
-    CannotStart,
-    checkpoint.CheckpointUnusable,
-    checkpoint.DiskRefused,
-    FilesDamaged,
-    FloatingPointError,
-    NotImplementedError,
-    BoundBroken,
-    WrittenTwice,
-    GateClosed,
-    NeverFits,
-    AlgorithmError,
-    ColumnError,
-    DeviceMissing,
-    EngineUnknown,
-    ExtraMissing,
-    ModelNotFound,
-    NeedsOwnCode,
-    PromptError,
-    RewardError,
-    StageError,
-    TeacherRefused,
-    TooManyDropped,
-    TooManySkipped,
-)
+FATAL = (Fatal, FloatingPointError, NotImplementedError)
 
 
 class Worker:

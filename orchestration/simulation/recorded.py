@@ -32,6 +32,7 @@ from orchestration.run.paths import RECIPE
 from orchestration.simulation.costs import ASSUMED, Costs, DrawnLengths, EngineProfile
 from orchestration.simulation.forecast import forecast, margin_of, setup_of
 from pipeline.events import Event
+from pipeline.problems import Problem, ProblemError
 from stages.sample_log import FOLDER, read
 
 FEWEST_STEPS = 4
@@ -45,8 +46,11 @@ WITHIN, HALVINGS = 8.0, 12  # the rate of generation is looked for within this f
 ROUNDS = 4  # fits of generation, then of other threads, where they share cores
 
 
-class NotMeasured(ValueError):
-    """The run's folder lacks what costs are measured from. The message says what."""
+class NotMeasured(ProblemError, ValueError):
+    """The run's folder lacks what costs are measured from."""
+
+    def __init__(self, run: Path | str, wrong: str, fix: str) -> None:
+        super().__init__(Problem(f"{run}", None, wrong, fix))
 
 
 def recorded_costs(folder: Path) -> tuple[Costs, DrawnLengths]:
@@ -59,7 +63,7 @@ def recipe_of(folder: Path) -> Recipe:
     try:
         return Recipe.from_json((folder / RECIPE).read_bytes())
     except FileNotFoundError:
-        raise NotMeasured(f"{folder}: holds no {RECIPE}; give the folder of a run") from None
+        raise NotMeasured(folder, f"holds no {RECIPE}", "give the folder of a run") from None
 
 
 def measured_costs(stream: Iterable[Event], folder: Path, recipe: Recipe | None = None) -> tuple[Costs, DrawnLengths]:
@@ -156,9 +160,8 @@ class _Measured:
                 elif event.data["change"] == "ready" and event.data["worker"] in begun:
                     starts.append(event.time - begun.pop(event.data["worker"]))
         if len(steps) < FEWEST_STEPS:
-            raise NotMeasured(
-                f"{folder}: {len(steps)} optimizer steps are too few to measure; let it make {FEWEST_STEPS}"
-            )
+            wrong = f"{len(steps)} optimizer steps are too few to measure"
+            raise NotMeasured(folder, wrong, f"let it make {FEWEST_STEPS}")
         margin, (between, waited) = margin_of(len(steps)), _between(trainer)
         settled = steps[max(1, margin) : len(steps) - margin + 1]
         row_rate, rows, busy = _decoding(events["stage"], recipe.rollout.max_rows)
@@ -312,7 +315,6 @@ def _decoding(stages: list[Mapping[str, Any]], max_rows: int) -> tuple[float, fl
     if not row_seconds:
         decoding, row_seconds = [max_rows], busy * max_rows / 2
     if tokens <= 0 or row_seconds <= 0:
-        raise NotMeasured(
-            "the run has no rollout worker that reported tokens; give a run that has generated its responses"
-        )
+        wrong = "no rollout worker has reported tokens"
+        raise NotMeasured("the run", wrong, "give a run that has generated its responses")
     return tokens / row_seconds, max(1.0, sorted(decoding)[int(0.9 * (len(decoding) - 1))]), busy / wall

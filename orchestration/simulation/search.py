@@ -18,11 +18,12 @@ from pathlib import Path
 
 from orchestration.recipe.load import compare_recipe
 from orchestration.recipe.planner import arena_bytes, memory_of
-from orchestration.recipe.problems import Problem, RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
 from orchestration.simulation.costs import Costs, DrawnLengths, LengthsOf
 from orchestration.simulation.forecast import Forecast, forecast, setup_of
 from orchestration.simulation.recorded import recipe_of, recorded_costs
+from pipeline.problems import Problem
 
 SIMULATED = (  # keys of a recipe whose effect is simulated
     *("pipeline.staleness", "pipeline.window", "pipeline.admission", "train.groups_per_step", "algorithm.group_size"),

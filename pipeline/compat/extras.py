@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pipeline.problems import Fatal
+
 # The modules that this code imports of each extra.
 MODULES = {
     "ascend": ("torch_npu",),
@@ -32,7 +34,7 @@ MODULES = {
 }
 
 
-class ExtraMissing(ImportError):
+class ExtraMissing(Fatal, ImportError):
     """A library of an extra cannot be imported. The message ends with the command that installs it."""
 
 

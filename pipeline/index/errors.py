@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from redis.exceptions import ResponseError
 
 from pipeline.events import by_count
+from pipeline.problems import Fatal
 from pipeline.warehouse.arena import StaleHandle
 
 
@@ -22,15 +23,15 @@ class BlockLost(LeaseLost):
     """The block was freed because its worker was declared dead. Write the rows again."""
 
 
-class BoundBroken(IndexRefused):
+class BoundBroken(Fatal, IndexRefused):
     """A sample older than the staleness bound reached the update. Pacing must make this impossible."""
 
 
-class GateClosed(IndexRefused):
+class GateClosed(Fatal, IndexRefused):
     """A group was admitted past the gate."""
 
 
-class WrittenTwice(IndexRefused):
+class WrittenTwice(Fatal, IndexRefused):
     """A column was written a second time, or a sample trained a second time."""
 
 
@@ -38,7 +39,7 @@ class FieldsChanged(IndexRefused):
     """The fields of a partition changed since the caller read them. Read them again and repeat the put."""
 
 
-class TooManyDropped(RuntimeError):
+class TooManyDropped(Fatal, RuntimeError):
     """More groups left the run untrained since its last step than one step may lose: ``since`` of at most ``most``.
     ``reasons``: the groups dropped since the run's beginning, by reason."""
 
@@ -51,8 +52,12 @@ class TooManyDropped(RuntimeError):
         self.since, self.most, self.reasons = since, most, dict(reasons)
 
 
-class NeverFits(IndexRefused):
+class NeverFits(Fatal, IndexRefused):
     """A block is larger than the warehouse can ever hold."""
+
+
+class IndexUnwritable(IndexRefused):
+    """The index's server cannot write its file, and takes no writes until it can."""
 
 
 class WarehouseGone(IndexRefused):
@@ -73,6 +78,7 @@ _CODES: dict[str, type[Exception]] = {
     "NOFIT": NeverFits,
     "NOHOUSE": WarehouseGone,
     "GONE": StaleHandle,
+    "MISCONF": IndexUnwritable,  # Redis's own
 }
 
 

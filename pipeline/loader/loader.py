@@ -33,13 +33,13 @@ import structlog
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from pipeline.columns import Packed, Ragged, Schema
+from pipeline.compat.loop_thread import LoopThread
 from pipeline.documents.flow import BATCHES, STATE, WAREHOUSES
 from pipeline.documents.kinds import Log
 from pipeline.index.claims import Claim, Stored, ranges
 from pipeline.index.client import Index, worker_name
 from pipeline.index.errors import IndexRefused, IndexUnreachable, WarehouseGone
 from pipeline.loader.balance import balanced
-from pipeline.loop_thread import LoopThread
 from pipeline.warehouse.dock import Dock
 
 log = structlog.get_logger()

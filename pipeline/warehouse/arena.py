@@ -14,10 +14,12 @@ import os
 import tempfile
 from pathlib import Path
 
+from pipeline.problems import Passing
+
 SHARED_VARIABLE = "ASYNCDOCK_SHARED_MEMORY"
 
 
-class StaleHandle(LookupError):
+class StaleHandle(Passing, LookupError):
     """A handle points to a row or block that was released; other rows may lie in its bytes by now."""
 
 

@@ -114,7 +114,10 @@ class WarehouseDirectory:
         if own[: len(known)] != known[: len(own)]:
             names = [[column.name for column in columns] for columns in (known, own)]
             raise ColumnError(
-                f"schema: run {self._index.run!r} has columns {names[0]}, this worker {names[1]}; give the same"
+                "",
+                f"run {self._index.run!r} has columns {names[0]}, this worker {names[1]}",
+                "give the same",
+                subject="schema",
             )
         if len(own) > len(known):
             await SCHEMA.put(self._index, self._schema)

@@ -264,8 +264,9 @@ class Dock:
             refs = claim.refs[producer]
             if len(refs) < len(claim):
                 raise ColumnError(
-                    f"column {names[0]!r}: stage {claim.stage!r} does not need what its maker makes, so it may come later "
-                    "than the rows; declare it as needed"
+                    names[0],
+                    f"stage {claim.stage!r} does not need what its maker makes, so it may come later than the rows",
+                    "declare it as needed",
                 )
             if not refs["block"].all():
                 raise missing_column(names[0], int((refs["block"] == 0).argmax()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeline.problems import Fatal
 from stages.algorithms.interface import AGES, Algorithm, LossOutput, TokenBatch
 from stages.flow.declarations import Drop, RunsOn, column
 from stages.user_code import place_of, shown
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 LEAST_TOKENS = 16  # of one age that a mean is reported of
 
 
-class AlgorithmError(RuntimeError):
+class AlgorithmError(Fatal, RuntimeError):
     """An algorithm raised, or returned what its method does not promise; the message names it, the method and the line."""
 
 

@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.problems import Problem
 from stages.algorithms.interface import Algorithm
-from stages.user_code import find
+from stages.user_code import CodeUnusable, find
 
 ENTRY_POINTS = "asyncdock.algorithms"
 
@@ -44,11 +45,17 @@ def build_algorithm(name: str, options: Mapping[str, Any]) -> Algorithm:
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class behind ``name``. Raises ValueError with the reason and a fix."""
-    found = find("algorithm:", name, built_in(), lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
+    """The class behind ``name``. Raises CodeUnusable."""
+    key = "algorithm.name"
+    found = find(key, name, built_in(), lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
     if isinstance(found, type) and issubclass(found, Algorithm):
         return found
     if hasattr(found, "advantages"):
-        fix = "write `credit` in place of `advantages`, and `scores` and `loss_reads` in place of `needs_reference`"
-        raise ValueError(f"algorithm: {name!r} has the interface of an earlier version; {fix} (docs/flow.md)")
-    raise ValueError(f"algorithm: {name!r} is not an algorithm; derive its class from stages.algorithms.Algorithm")
+        wrong = "has the interface of an earlier version"
+        fix = (
+            "write `credit` in place of `advantages`, and `scores` and `loss_reads` in place of "
+            "`needs_reference` (docs/flow.md)"
+        )
+        raise CodeUnusable(Problem(key, name, wrong, fix))
+    fix = "derive its class from stages.algorithms.Algorithm"
+    raise CodeUnusable(Problem(key, name, "is not an algorithm", fix))

@@ -24,24 +24,23 @@ LEAST_VLLM = 0.01
 MOST_TEMPERATURE = 100.0
 
 
-def temperature_problem(temperature: float) -> str:
-    """Returns what is wrong with a sampling temperature; "" for one that can be used. 0 is greedy.
+def temperature_fix(temperature: float) -> str:
+    """Returns what to give in place of a sampling temperature; "" for a usable one. 0 is greedy.
 
-    >>> temperature_problem(0.0), temperature_problem(0.7)
+    >>> temperature_fix(0.0), temperature_fix(0.7)
     ('', '')
-    >>> temperature_problem(1e-300)
-    'temperature is 1e-300; give 0 for the likeliest token, or a number from 1e-30 to 100'
+    >>> temperature_fix(1e-300)
+    'give 0 for the likeliest token, or a number from 1e-30 to 100'
     """
     if temperature == 0 or LEAST <= temperature <= MOST_TEMPERATURE:
         return ""
-    numbers = f"a number from {LEAST:g} to {MOST_TEMPERATURE:g}"
-    return f"temperature is {temperature:g}; give 0 for the likeliest token, or {numbers}"
+    return f"give 0 for the likeliest token, or a number from {LEAST:g} to {MOST_TEMPERATURE:g}"
 
 
-def top_p_problem(top_p: float) -> str:
-    """Returns what is wrong with ``top_p``; "" for one that can be used.
+def top_p_fix(top_p: float) -> str:
+    """Returns what to give in place of ``top_p``; "" for one that can be used.
 
-    >>> top_p_problem(1e-300)
-    'top_p is 1e-300; give a number from 1e-30 to 1'
+    >>> top_p_fix(1e-300)
+    'give a number from 1e-30 to 1'
     """
-    return "" if LEAST <= top_p <= 1 else f"top_p is {top_p:g}; give a number from {LEAST:g} to 1"
+    return "" if LEAST <= top_p <= 1 else f"give a number from {LEAST:g} to 1"

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
 
-from stages.engines.bounds import temperature_problem, top_p_problem
-from stages.engines.protocols import GroupRequest, WeightMismatch
+from stages.engines.bounds import temperature_fix, top_p_fix
+from stages.engines.protocols import GroupRequest, RequestRefused, WeightMismatch
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each parameter, by name
 SHOWN = 5  # problems in a message
 
 
 def check_request(request: GroupRequest, *, vocabulary: int, context: int) -> None:
-    """Raise ``ValueError`` for a request that no engine with this vocabulary and context, both in tokens, can serve."""
+    """Raise RequestRefused for a request that no engine with this vocabulary and context, both in
+    tokens, can serve."""
     ids, params = request.prompt_ids, request.params
-    where = f"group {request.group}: "
+    refused = functools.partial(RequestRefused, request.group)
     if ids.dim() != 1 or ids.dtype != torch.int64 or not len(ids):
-        raise ValueError(f"{where}prompt_ids is {ids.dtype} {tuple(ids.shape)}; give int64 [P] with P >= 1")
+        wrong = f"prompt_ids is {ids.dtype} {tuple(ids.shape)}"
+        raise refused("prompt_ids", wrong, "give int64 [P] with P >= 1")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
-        raise ValueError(f"{where}prompt_ids has {low}..{high}; the model knows 0..{vocabulary - 1}")
+        fix = f"the model knows 0..{vocabulary - 1}"
+        raise refused("prompt_ids", f"prompt_ids has {low}..{high}", fix)
     if not request.places or len(set(request.places)) != len(request.places):
-        raise ValueError(f"{where}places is {request.places}; give at least one, each once")
-    if wrong := temperature_problem(params.temperature) or top_p_problem(params.top_p):
-        raise ValueError(f"{where}{wrong}")
+        raise refused("places", f"places is {request.places}", "give at least one, each once")
+    if fix := temperature_fix(params.temperature):
+        raise refused("temperature", f"temperature is {params.temperature:g}", fix)
+    if fix := top_p_fix(params.top_p):
+        raise refused("top_p", f"top_p is {params.top_p:g}", fix)
     if min(params.top_k, params.budget, params.max_tokens - 1) < 0:
-        raise ValueError(f"{where}{params}; max_tokens >= 1, top_k and budget >= 0 are needed")
+        fix = "max_tokens >= 1, top_k and budget >= 0 are needed"
+        raise refused("max_tokens", f"{params}", fix)
     if "" in params.stop:
-        raise ValueError(f"{where}stop is {params.stop}; stop strings may not be empty")
+        raise refused("stop", f"stop is {params.stop}", "stop strings may not be empty")
     if len(ids) + params.max_tokens > context:
-        raise ValueError(
-            f"{where}{len(ids)} prompt tokens + max_tokens {params.max_tokens} > context {context}; shorten one"
-        )
+        sum_of = f"{len(ids)} prompt tokens + max_tokens {params.max_tokens}"
+        raise refused("max_tokens", f"{sum_of} > context {context}", "shorten one")
 
 
 def layout_of(weights: Mapping[str, torch.Tensor]) -> Layout:

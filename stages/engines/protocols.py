@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDictBase
 
 from pipeline.compat.extras import ExtraMissing
+from pipeline.problems import Problem, ProblemError
 
 if TYPE_CHECKING:
     from stages.weights.store import Published
@@ -256,6 +257,13 @@ class SwapTimes:
 
 class EngineMissing(ExtraMissing):
     """The library of the requested engine cannot be imported. The message has the command that installs it."""
+
+
+class RequestRefused(ProblemError, ValueError):
+    """A request that the engine cannot serve, for its ``field``."""
+
+    def __init__(self, group: int, field: str, wrong: str, fix: str) -> None:
+        super().__init__(Problem(field, None, wrong, fix), message=f"group {group}: {wrong}; {fix}")
 
 
 class EngineFailed(RuntimeError):

@@ -21,7 +21,8 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any, Literal
 
-from stages.user_code import imported
+from pipeline.problems import Fatal, Problem, ProblemError
+from stages.user_code import CodeUnusable, imported
 
 Side = Literal["rollout", "train"]
 
@@ -30,8 +31,8 @@ ENTRY_POINTS: dict[Side, str] = {"rollout": "asyncdock.rollout_engines", "train"
 PARAMETERS: dict[Side, tuple[str, ...]] = {"rollout": ("version", "weights"), "train": ("ranks", "meeting")}
 
 
-class EngineUnknown(LookupError):
-    """No engine has this name. The message has the field, its value and the fix."""
+class EngineUnknown(Fatal, ProblemError, LookupError):
+    """No engine has this name."""
 
 
 def engine_names(side: Side) -> list[str]:
@@ -41,16 +42,17 @@ def engine_names(side: Side) -> list[str]:
 
 def find_factory(side: Side, name: str) -> Callable[..., Any]:
     """Returns the factory of the engine ``name``, which is not built in. Raises :class:`EngineUnknown`."""
-    key = f"{side}.engine = {name!r}"
+    key = f"{side}.engine"
     entries = importlib.metadata.entry_points(group=ENTRY_POINTS[side])
     if ":" not in name and name not in entries.names:
-        raise EngineUnknown(
-            f"{key} is not known; name a factory as 'module:factory', or use one of {engine_names(side)}"
-        )
+        fix = f"name a factory as 'module:factory', or use one of {engine_names(side)}"
+        raise EngineUnknown(Problem(key, name, "is not known", fix))
+    place = name if ":" in name else f"{entries[name].module}:{entries[name].attr}"
     try:
-        found = imported(name if ":" in name else f"{entries[name].module}:{entries[name].attr}")
-    except ImportError as error:
-        raise EngineUnknown(f"{key} {error}") from error
+        found = imported(place, key, name)
+    except CodeUnusable as error:
+        raise EngineUnknown(*error.problems) from error
     if not callable(found):
-        raise EngineUnknown(f"{key} is a {type(found).__name__}; name a function or a class that makes an engine")
+        fix = "name a function or a class that makes an engine"
+        raise EngineUnknown(Problem(key, name, f"is a {type(found).__name__}", fix))
     return found  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pipeline.loop_thread import LoopThread
+from pipeline.compat.loop_thread import LoopThread
 from stages.threads import run_in_thread
 from stages.user_code import place_in
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.problems import Problem, ProblemError
 
 if TYPE_CHECKING:
     from pipeline.columns import Column
@@ -27,27 +29,8 @@ TYPE = re.compile(rf"text|({'|'.join(DTYPES)})( ragged| \[\d+(, ?\d+)*\])?( fini
 TYPE_HELP = "write a dtype, alone or with a shape, as 'float32', 'float32 [3]', 'float32 ragged'; or 'text'"
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong in a recipe: the dotted key, its value, what is wrong with it, and what to do."""
-
-    key: str
-    value: Any
-    wrong: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        value = json.dumps(self.value, ensure_ascii=False, default=str)
-        shown = "" if self.value is None else f" = {value if len(value) <= 80 else value[:77] + '...'}"
-        return f"{self.key}{shown}: {self.wrong}" + (f"; {self.fix}" if self.fix else "")
-
-
-class FlowError(ValueError):
-    """Stages that do not fit together, with all of the ``problems``."""
-
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__("\n".join(map(str, problems)))
-        self.problems = tuple(problems)
+class FlowError(ProblemError, ValueError):
+    """Stages that do not fit together."""
 
 
 @dataclass(frozen=True)

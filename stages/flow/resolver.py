@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pipeline.problems import Problem
 from stages.flow.catalogue import SOURCE, UPDATE, Truncated, credit_stage, update_stage
-from stages.flow.declarations import IN_TRAINING, Columns, FlowError, Problem, StageDeclaration, column, same_type
+from stages.flow.declarations import IN_TRAINING, Columns, FlowError, StageDeclaration, column, same_type
 
 if TYPE_CHECKING:
     from pipeline.columns import Schema
@@ -122,7 +123,7 @@ def resolve(
         if count > most:
             problems.append(Problem("stages", None, f"make {count} {what} in all, at most {most} fit", "join some"))
     if problems:
-        raise FlowError(problems)
+        raise FlowError(*problems)
     return flow
 
 

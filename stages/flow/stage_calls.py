@@ -14,6 +14,7 @@ import torch
 
 from pipeline.blocks import pack
 from pipeline.columns import ColumnError, Schema
+from pipeline.problems import Fatal, Passing
 from stages.flow.bounded_call import BoundedCalls, TimeLimit
 from stages.flow.declarations import Columns, Drop, StageDeclaration, column
 from stages.flow.resolver import passed_column
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 Result = Mapping[str, Any] | Drop
 
 
-class StageError(RuntimeError):
+class StageError(Fatal, RuntimeError):
     """A user's stage raised, or returned something else than it declares. The message names the stage and the line."""
 
 
-class StageProcessEnded(RuntimeError):
+class StageProcessEnded(Passing, RuntimeError):
     """The process of a user's stage has ended, as by a crash. The message names the stage and says how."""
 
 

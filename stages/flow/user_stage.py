@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.problems import Problem
 from stages.flow.declarations import (
     Columns,
     FlowError,
-    Problem,
     RunsOn,
     StageDeclaration,
     columns_of,
     type_problems,
 )
-from stages.user_code import find
+from stages.user_code import CodeUnusable, find
 
 if TYPE_CHECKING:
     from stages.flow.stage_calls import StageRows
@@ -67,11 +67,13 @@ class UserStage(BaseModel, ABC):
 
 def stage_class(name: str) -> type[UserStage]:
     """The class that ``name`` stands for: ``module:Class``, or an entry point of the group ``asyncdock.stages``. Raises
-    ValueError."""
-    found = find("stage", name, {}, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
+    CodeUnusable."""
+    key = "stages.use"
+    found = find(key, name, {}, lambda: importlib.metadata.entry_points(group=ENTRY_POINTS))
     if isinstance(found, type) and issubclass(found, UserStage):
         return found
-    raise ValueError(f"stage {name!r} is not a stage; derive its class from stages.flow.UserStage")
+    fix = "derive its class from stages.flow.UserStage"
+    raise CodeUnusable(Problem(key, name, "is not a stage", fix))
 
 
 def declaration_of(stage: UserStage, *, workers: int = 1, place: str = "stages") -> StageDeclaration:
@@ -90,11 +92,11 @@ def declaration_of(stage: UserStage, *, workers: int = 1, place: str = "stages")
         needs, makes = columns_of(stage.needs), columns_of(stage.makes)
     except (TypeError, ValueError) as error:
         wrong = f"declares columns that cannot be read ({error})"
-        raise FlowError([Problem(place, name, wrong, "write names, or a dict of types by name")]) from error
+        raise FlowError(Problem(place, name, wrong, "write names, or a dict of types by name")) from error
     problems += [*type_problems(place, needs), *type_problems(place, makes)]
     problems += [Problem(place, n, "is made without a type", "write its type") for n, kind in makes.items() if not kind]
     if not needs:
         problems.append(Problem(place, name, "needs no column", "name one at least, as needs = ('response_ids',)"))
     if problems:
-        raise FlowError(problems)
+        raise FlowError(*problems)
     return StageDeclaration(name, stage.takes, needs, makes, stage.runs_on, workers, place=place)

@@ -25,6 +25,7 @@ from tensordict import TensorDict
 
 from pipeline.controller import Output, Stage
 from pipeline.index.client import Claim
+from pipeline.problems import Fatal, Problem, ProblemError
 from stages.models import Tokenizer
 
 SAMPLE = "What is 3 + 4? be=bbbb"  # that both tokenizers must split in the same way
@@ -36,16 +37,22 @@ PASSING = (408, 409, 425, 429)  # answers after which the same request may succe
 SHOWN = 200  # characters of an answer that an error quotes
 
 
-class TeacherRefused(ValueError):
-    """The server answers, but not with what is needed: another request would not help."""
+class TeacherRefused(Fatal, ProblemError, ValueError):
+    """The server answers, but not with what is needed: another request would not help. ``key``: of the recipe."""
+
+    def __init__(self, wrong: str, fix: str = "", key: str = "teacher.url", value: str | None = None) -> None:
+        super().__init__(Problem(key, value, wrong, fix))
 
 
 class TeacherDenied(TeacherRefused):
     """The server wants another key."""
 
 
-class TeacherUnreachable(ConnectionError):
+class TeacherUnreachable(ProblemError, ConnectionError):
     """The server is away, too slow or too busy."""
+
+    def __init__(self, wrong: str, fix: str = "") -> None:
+        super().__init__(Problem("teacher.url", None, wrong, fix))
 
 
 @dataclass(frozen=True)
@@ -89,11 +96,11 @@ class TeacherServer:
             except TeacherDenied:
                 raise
             except TeacherRefused as refused:
-                reason = str(refused).removeprefix("teacher.url: ")
+                reason = refused.problems[0].wrong
                 continue
             return self._check_decoded(choice, ids)
         fix = "use one that has `prompt_logprobs` (vLLM), or `echo` with `logprobs`"
-        raise TeacherRefused(f"teacher.url: {self._url} gives no logprobs of a prompt ({reason}); {fix}")
+        raise TeacherRefused(f"{self._url} gives no logprobs of a prompt ({reason})", fix)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -112,7 +119,8 @@ class TeacherServer:
         answer = await self._ask("POST", f"{self._url}/completions", body)
         choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice["index"]))
         if len(choices) != len(prompts):
-            raise TeacherRefused(f"teacher.url: {self._url} returned {len(choices)} choices for {len(prompts)} prompts")
+            count = f"{len(choices)} choices for {len(prompts)} prompts"
+            raise TeacherRefused(f"{self._url} returned {count}")
         return choices
 
     async def _check_tokenizer(self, ids: list[int]) -> None:
@@ -123,7 +131,7 @@ class TeacherServer:
         except TeacherRefused:  # there is none
             return
         if found is not None and list(found) != list(ids):
-            raise TeacherRefused(self._differs(f"splits {SAMPLE!r} into the tokens {found}, model.source into {ids}"))
+            raise self._differs(f"splits {SAMPLE!r} into the tokens {found}, model.source into {ids}")
 
     def _check_decoded(self, choice: Mapping[str, Any], ids: Sequence[int]) -> None:
         """Compare the texts that the server gives for token ids, where it does. Raises TeacherRefused."""
@@ -136,11 +144,11 @@ class TeacherServer:
         for token, text in zip(ids, texts, strict=False):
             own = str(self._tokenizer.decode([token]))
             if text is not None and text.strip() != own.strip():
-                raise TeacherRefused(self._differs(f"reads the token {token} as {text!r}, model.source as {own!r}"))
+                raise self._differs(f"reads the token {token} as {text!r}, model.source as {own!r}")
 
-    def _differs(self, how: str) -> str:
+    def _differs(self, how: str) -> TeacherRefused:
         fix = "use a teacher with the tokenizer of model.source"
-        return f"teacher.url: the model {self._model!r} of {self._url} {how}; {fix}"
+        return TeacherRefused(f"the model {self._model!r} of {self._url} {how}", fix)
 
     async def _ask(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         attempts, wait = self.options.retries + 1, self.options.wait
@@ -161,20 +169,19 @@ class TeacherServer:
                 status = answer.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             why = f"no answer within {self.options.timeout:g} s" if isinstance(error, TimeoutError) else f"{error}"
-            raise TeacherUnreachable(
-                f"teacher.url: {url} cannot be reached ({why}); start the server, or correct it"
-            ) from None
+            fix = "start the server, or correct it"
+            raise TeacherUnreachable(f"{url} cannot be reached ({why})", fix) from None
         if status in PASSING or status >= 500:
-            raise TeacherUnreachable(f"teacher.url: {url} answers {status} {text[:SHOWN]!r}")
+            raise TeacherUnreachable(f"{url} answers {status} {text[:SHOWN]!r}")
         if status in (401, 403):
             fix = "teacher.api_key_variable names the environment variable with the key"
-            raise TeacherDenied(f"teacher.url: {url} answers {status}: it wants another key; {fix}")
+            raise TeacherDenied(f"{url} answers {status}: it wants another key", fix)
         try:
             if status != 200:
                 raise ValueError
             found: dict[str, Any] = await _parsed(text)
         except ValueError:
-            raise TeacherRefused(f"teacher.url: {url} answers {status} {text[:SHOWN]!r}") from None
+            raise TeacherRefused(f"{url} answers {status} {text[:SHOWN]!r}") from None
         return found
 
 
@@ -197,20 +204,19 @@ def logprobs_in(choice: Mapping[str, Any], ids: Sequence[int]) -> list[float]:
             found = choice["logprobs"]["token_logprobs"][1 : len(ids)]
         values = [0.0, *map(float, found)]
     except (KeyError, TypeError, ValueError, IndexError):
-        raise TeacherRefused(
-            f"teacher.url: its answer has {sorted(choice)}, without a logprob for each token of the prompt"
-        ) from None
+        wrong = f"its answer has {sorted(choice)}, without a logprob for each token of the prompt"
+        raise TeacherRefused(wrong) from None
     if len(values) != len(ids) or not all(math.isfinite(value) and value <= 1e-3 for value in values):
-        raise TeacherRefused(
-            f"teacher.url: its answer has {len(values)} logprobs for {len(ids)} tokens, or some that are none"
-        )
+        count = f"{len(values)} logprobs for {len(ids)} tokens"
+        raise TeacherRefused(f"its answer has {count}, or some that are none")
     return values
 
 
 def api_key(variable: str) -> str:
     """The value of the environment's ``variable``; "" without one. Raises TeacherRefused where it is not set."""
     if variable and variable not in os.environ:
-        raise TeacherRefused(f"teacher.api_key_variable = {variable!r}: is not set in the environment; export it")
+        wrong = "is not set in the environment"
+        raise TeacherRefused(wrong, "export it", "teacher.api_key_variable", variable)
     return os.environ.get(variable, "") if variable else ""
 
 

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 DEFAULT = "default"  # of several named chat templates
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "0a1b2c3d"  # a message's content, of which the end of a turn is found
-NO_END = (
-    "the tokenizer has no end-of-sequence token (eos_token), with which a response ends; set one in tokenizer_config.json, "
-    "or use a chat template whose turns end with a special token"
-)
+NO_END = "the tokenizer has no end-of-sequence token (eos_token), with which a response ends"
+GIVE_END = "set one in tokenizer_config.json, or use a chat template whose turns end with a special token"
 
 Span = tuple[int, int]  # begin and end, of characters or tokens
 
@@ -54,14 +52,15 @@ def chosen_template(chosen: str | None, tokenizer: Tokenizer) -> str | None:
     if chosen is None:
         if named and DEFAULT not in named:
             wrong = f"the tokenizer has the chat templates {sorted(named)}, and none is {DEFAULT!r}"
-            raise PromptError(f"prompts: {wrong}; choose one with prompts.chat_template")
+            raise PromptError(wrong, "choose one with prompts.chat_template")
         return named.get(DEFAULT)
     if chosen in named:
         return named[chosen]
     if is_template_name(chosen):
         has = f"it has {sorted(named)}" if named else "it has none"
-        wrong = f"prompts.chat_template = {chosen!r} is no file, and no chat template of the tokenizer ({has})"
-        raise PromptError(f"{wrong}; give the path of a Jinja file, or one of these names")
+        wrong = f"is no file, and no chat template of the tokenizer ({has})"
+        fix = "give the path of a Jinja file, or one of these names"
+        raise PromptError(wrong, fix, "prompts.chat_template", chosen)
     return read_chat_template(chosen)
 
 
@@ -90,9 +89,7 @@ class Conversations:
                 )
             )
         except Exception as error:  # a template is a program and may raise anything
-            raise PromptError(
-                f"prompts: {where} is refused by the chat template ({error}); change the messages"
-            ) from error
+            raise PromptError(f"{where} is refused by the chat template ({error})", "change the messages") from error
 
     def responses(
         self, messages: Sequence[Message], turns: Sequence[Sequence[Message]], cut: Sequence[bool], where: str
@@ -111,8 +108,8 @@ class Conversations:
             common = min(_common(prompt_ids, self._ids(text)) for text, _ in texts)
             if not closed or prompt_ids[: len(least)] != least or common < len(least):
                 raise PromptError(
-                    f"prompts: {where} is rendered otherwise by the chat template once a response follows; use another "
-                    "template (prompts.chat_template)"
+                    f"{where} is rendered otherwise by the chat template once a response follows",
+                    "use another template (prompts.chat_template)",
                 )
             prompt_ids = prompt_ids[:common]
         return len(prompt_ids), [self._response(prompt_ids, offset, *of, where) for of in texts]
@@ -133,7 +130,7 @@ class Conversations:
         spans = self._spans(whole, first, text, where)
         if not self.ends_itself(end):
             if self._tokenizer.eos_token is None:
-                raise PromptError(f"prompts: {where} has a response, and {NO_END}")
+                raise PromptError(f"{where} has a response, and {NO_END}", GIVE_END)
             text += str(self._tokenizer.eos_token)
             end += str(self._tokenizer.eos_token)
             spans[-1] = (spans[-1][0], len(text))
@@ -188,9 +185,10 @@ class Conversations:
         if not text.startswith(part):
             at = _common(part, text)
             raise PromptError(
-                f"prompts: {where} has a response of several turns, and the chat template renders message {number + 1} "
-                f"otherwise when others follow (from {part[at:][:40]!r} on), so that its turns cannot be told apart; use a "
-                "template with {% generation %} around them, or a row for each turn"
+                f"{where} has a response of several turns, and the chat template renders message "
+                f"{number + 1} otherwise when others follow (from {part[at:][:40]!r} on), so that "
+                "its turns cannot be told apart",
+                "use a template with {% generation %} around them, or a row for each turn",
             )
 
     def _marked_spans(self, whole: Sequence[Message], text: str, where: str) -> list[Span]:
@@ -205,7 +203,8 @@ class Conversations:
         if texts != [text] or not marks[0]:
             wrong = "marks nothing with {% generation %}" if texts == [text] else "renders it otherwise with its marks"
             raise PromptError(
-                f"prompts: {where} has a response of several turns, and the chat template {wrong}; correct it"
+                f"{where} has a response of several turns, and the chat template {wrong}",
+                "correct it",
             )
         return [(int(begin), int(end)) for begin, end in marks[0]]
 
@@ -225,8 +224,8 @@ class Conversations:
             numbers = [sum(map(len, parts[:at])) for at in range(len(bounds))]
             if self._tokenizer.decode([*prompt_ids, *ids]) != self._tokenizer.decode(whole):
                 raise PromptError(
-                    f"prompts: {where} has a response whose turns the tokenizer joins with what stands around them; use a "
-                    "chat template with special tokens around each turn"
+                    f"{where} has a response whose turns the tokenizer joins with what stands around them",
+                    "use a chat template with special tokens around each turn",
                 )
         tokens = dict(zip(bounds, numbers, strict=True))
         return Response(ids, [(tokens[begin], tokens[end]) for begin, end in inside if tokens[end] > tokens[begin]])
@@ -252,7 +251,7 @@ def plain_response(
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not cut:
         if tokenizer.eos_token_id is None:
-            raise PromptError(f"prompts: {where} has a response, and {NO_END}")
+            raise PromptError(f"{where} has a response, and {NO_END}", GIVE_END)
         if ids[-1:] != [tokenizer.eos_token_id]:
             ids = [*ids, int(tokenizer.eos_token_id)]
     return Response(ids, [(0, len(ids))])

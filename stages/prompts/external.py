@@ -67,7 +67,8 @@ class ExternalPrompts:
         self.too_long.resume()
         if not self.path.exists() and (await self.index.status()).admitted:
             raise PromptError(
-                f"prompts: {self.path} is not there, which has the prompts that the run was given so far; put it back"
+                f"{self.path} is not there, which has the prompts that the run was given so far",
+                "put it back",
             )
         self.path.touch(mode=0o600)
         text = self.path.read_bytes()
@@ -91,8 +92,8 @@ class ExternalPrompts:
                 self.ended = True
                 if not self._rows:
                     raise PromptError(
-                        f"prompts: all {self._position} prompts that were put are left out, and no more will come; see the "
-                        f"`prompt` events and {self.too_long.path}"
+                        f"all {self._position} prompts that were put are left out, and no more will come",
+                        f"see the `prompt` events and {self.too_long.path}",
                     )
                 await self.index.wake(VERSION)
             else:
@@ -149,7 +150,8 @@ async def put_prompts(
         prompt_in(row, column, f"prompt {i}")
         if reserved := [name for name in RESERVED if name in row and name != column]:
             raise PromptError(
-                f"prompts: prompt {i} has fields {reserved}, which reward functions get from the run; rename"
+                f"prompt {i} has fields {reserved}, which reward functions get from the run",
+                "rename",
             )
     texts = await asyncio.to_thread(lambda: [json.dumps(row) for row in plain])
     deadline = time.monotonic() + timeout
@@ -173,5 +175,5 @@ def sendable(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
                 json.dumps(value, allow_nan=False)
             except ValueError:
                 wrong = f"prompt {number} has a number in column {name!r} that is not finite"
-                raise PromptError(f"prompts: {wrong}, which JSON does not have; write null, or a text") from None
+                raise PromptError(f"{wrong}, which JSON does not have", "write null, or a text") from None
     return plain

@@ -27,7 +27,7 @@ from stages.prompts.files import (
 from stages.prompts.options import SHORT_CHARACTERS, PromptOptions
 from stages.prompts.rows.splits import choose_split, data_files
 from stages.prompts.rows.values import Changes, plain_row
-from stages.prompts.tables import check_size, dataset_function, open_rows, saved_folder
+from stages.prompts.tables import check_size, config_error, dataset_function, open_rows, saved_folder
 from stages.prompts.templates import fill_template, parse_template, prompt_in, responses_in, with_prompt
 
 MOST_FAULTS = 10  # of the rows of one source
@@ -61,7 +61,7 @@ class PromptCheck:
         try:
             for count, fault in enumerate(self._faults(), 1):
                 if count > MOST_FAULTS:
-                    yield PromptError(f"prompts: {self.options.path} has more such rows; correct these first")
+                    yield PromptError(f"{self.options.path} has more such rows", "correct these first")
                     return
                 self.has_faults = True
                 yield fault
@@ -70,7 +70,7 @@ class PromptCheck:
             yield error
         except Exception as error:  # of a library that reads a file
             self.has_faults = True
-            yield PromptError(f"prompts: {source} cannot be read ({type(error).__name__}: {error}); correct it")
+            yield PromptError(f"{source} cannot be read ({type(error).__name__}: {error})", "correct it")
 
     def _faults(self) -> Iterator[PromptError]:
         options, path = self.options, str(self.options.path)
@@ -102,7 +102,7 @@ class PromptCheck:
         yield from check(of.files)
         self.about = of.describe(self.rows)
         if self.rows == 0:
-            yield PromptError(f"prompts: {path} has no rows; give a file with prompts")
+            yield PromptError(f"{path} has no rows", "give a file with prompts")
 
     def _check_jsonl(self, files: Sequence[Path]) -> Iterator[PromptError]:
         rows = 0
@@ -194,7 +194,7 @@ class PromptCheck:
         else:
             choose_split(path, split, None)
         if not (folder / "state.json").is_file():
-            raise PromptError(f"prompts: {folder} has no state.json; give a folder that save_to_disk has written")
+            raise PromptError(f"{folder} has no state.json", "give a folder that save_to_disk has written")
         columns = _json_object(folder / "dataset_info.json").get("features")
         if isinstance(columns, Mapping):
             self._check_columns(str(folder), list(columns))
@@ -240,7 +240,7 @@ class PromptCheck:
         is_whole = len(responses) == 1 and responses[0] in columns  # perhaps conversations, as their rows show
         if column not in columns and not is_whole:
             has = f"it has {sorted(columns)}"
-            raise PromptError(f"prompts: {where} has no column {column!r} ({has}); set prompts.column")
+            raise PromptError(f"{where} has no column {column!r} ({has})", "set prompts.column")
         self.columns |= set(columns) - {column, *self.options.leave_out}
         self.has_columns = True
 
@@ -254,8 +254,7 @@ class PromptCheck:
         try:
             make_config(**config).validate()
         except Exception as error:  # assertions, and errors of types that it does not check
-            wrong = f"does not fit reasoning_gym's {task}: {error}"
-            raise PromptError(f"prompts.config = {config} {wrong}; correct it") from None
+            raise config_error(config, f"does not fit reasoning_gym's {task}: {error}") from None
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pipeline.problems import Fatal, Problem, ProblemError
+
 Row = dict[str, Any]
 
 LINE_BYTES = 16 * 2**20  # of one line; a longer one is not read
@@ -44,8 +46,15 @@ KINDS = {
 }
 
 
-class PromptError(ValueError):
-    """A source of prompts, or one of its rows, cannot be used: the message names it and the fix."""
+class PromptError(Fatal, ProblemError, ValueError):
+    """A source of prompts, or one of its rows, cannot be used. ``key``: as if the source were the only one."""
+
+    def __init__(self, wrong: str, fix: str = "", key: str = "prompts", value: Any = None) -> None:
+        super().__init__(Problem(key, value, wrong, fix))
+
+
+class EmptyFile(PromptError):
+    """A file of 0 bytes."""
 
 
 class Reading:
@@ -82,29 +91,34 @@ def existing(path: Path) -> Path:
         if path.expanduser().exists():
             return path.expanduser()
     except (OSError, RuntimeError, ValueError) as error:
-        raise PromptError(f"prompts.path = {str(path)!r} cannot be read ({error}); give another path") from None
-    raise PromptError(f"prompts.path = {str(path)!r} does not exist, seen from {Path.cwd()}; give another path")
+        raise path_error(path, f"cannot be read ({error})", "give another path") from None
+    raise path_error(path, f"does not exist, seen from {Path.cwd()}", "give another path")
+
+
+def path_error(path: Path, wrong: str, fix: str) -> PromptError:
+    """Return the error of ``prompts.path``, or of a file below it."""
+    return PromptError(wrong, fix, "prompts.path", str(path))
 
 
 def open_file(path: Path) -> BinaryIO:
     """Open a regular file, without waiting as one would for a pipe. Raises PromptError for anything else, and for an empty
     file."""
-    given = f"prompts: prompts.path = {str(path)!r}"
     try:
-        path = path.expanduser()
-        kind = kind_of(path)  # a device must not even be opened: that may have effects
+        own = path.expanduser()
+        kind = kind_of(own)  # a device must not even be opened: that may have effects
         if kind != "a file":
-            raise PromptError(f"{given} is {kind}; give a file")
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+            raise path_error(path, f"is {kind}", "give a file")
+        file = os.fdopen(os.open(own, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except PromptError:
         raise
     except FileNotFoundError:
-        raise PromptError(f"{given} does not exist, seen from {Path.cwd()}; give another path") from None
+        raise path_error(path, f"does not exist, seen from {Path.cwd()}", "give another path") from None
     except (OSError, RuntimeError, ValueError) as error:  # not allowed; an unknown home directory; a zero character
-        raise PromptError(f"{given} cannot be opened ({error}); give a file that can be read") from None
+        fix = "give a file that can be read"
+        raise path_error(path, f"cannot be opened ({error})", fix) from None
     if not os.fstat(file.fileno()).st_size:
         file.close()
-        raise PromptError(f"{given} is empty; give a file with prompts")
+        raise EmptyFile("is empty", "give a file with prompts", "prompts.path", str(path))
     return file
 
 
@@ -116,7 +130,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
             head = file.peek(8) if hasattr(file, "peek") else b""
             for magic, (wrong, fix) in FORMATS.items():
                 if head.startswith(magic):
-                    raise PromptError(f"prompts: {path} {wrong}, not JSON Lines in UTF-8; {fix}")
+                    raise PromptError(f"{path} {wrong}, not JSON Lines in UTF-8", f"{fix}")
             number = 0
             while raw := file.readline(LINE_BYTES):
                 if len(raw) == LINE_BYTES and not raw.endswith(b"\n"):
@@ -128,7 +142,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
                     number += 1
                     yield number, line
         except OSError as error:
-            raise PromptError(f"prompts: {path} cannot be read ({error}); give a file that can be read") from error
+            raise PromptError(f"{path} cannot be read ({error})", "give a file that can be read") from error
 
 
 def _skip_line(file: BinaryIO, where: str) -> None:
@@ -137,7 +151,7 @@ def _skip_line(file: BinaryIO, where: str) -> None:
         raw = file.readline(SKIP_BYTES)
         if len(raw) < SKIP_BYTES or raw.endswith(b"\n"):
             return
-    raise PromptError(f"prompts: {where} has more than {MOST_SKIPPED >> 30} GiB; write one JSON object on each line")
+    raise PromptError(f"{where} has more than {MOST_SKIPPED >> 30} GiB", "write one JSON object on each line")
 
 
 def parse_line(line: bytes, where: str) -> Row | None:
@@ -146,10 +160,10 @@ def parse_line(line: bytes, where: str) -> Row | None:
         text = line.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
-        raise PromptError(f"prompts: {where} is not UTF-8 ({byte}); {TO_UTF8.format('latin1')}") from None
+        raise PromptError(f"{where} is not UTF-8 ({byte})", TO_UTF8.format("latin1")) from None
     if "\0" in text:
         column, fix = line.index(0) + 1, TO_UTF8.format("utf-16")
-        raise PromptError(f"prompts: {where} has a zero byte at column {column}, as UTF-16 has; {fix}")
+        raise PromptError(f"{where} has a zero byte at column {column}, as UTF-16 has", fix)
     if not text.strip():
         return None
     to_lines = "write one JSON object on each line"
@@ -157,15 +171,15 @@ def parse_line(line: bytes, where: str) -> Row | None:
     try:
         row = json.loads(text)
     except RecursionError:
-        raise PromptError(f"prompts: {where} is nested too deeply; make it flatter") from None
+        raise PromptError(f"{where} is nested too deeply", "make it flatter") from None
     except ValueError as error:  # JSONDecodeError, and a number with more digits than Python reads
         reason = getattr(error, "msg", str(error).partition(";")[0])
         column_text = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise PromptError(f"prompts: {where} is not JSON ({reason}{column_text}); {to_lines}") from None
+        raise PromptError(f"{where} is not JSON ({reason}{column_text})", to_lines) from None
     if not isinstance(row, dict):
         name = type(row).__name__
         kind = {"list": "a list", "str": "a text", "NoneType": "null"}.get(name, f"a {name}")
-        raise PromptError(f"prompts: {where} is {kind}; {to_lines}")
+        raise PromptError(f"{where} is {kind}", to_lines)
     return row
 
 

@@ -76,9 +76,11 @@ class PromptFormatter:
         self._chats = None if template is None else Conversations(tokenizer, template, options.chat_template_options)
         self._chat = has_template if options.chat is None else options.chat
         if self._chat and not has_template:
-            raise PromptError("prompts.chat = true, but the tokenizer has no chat template; set chat = false")
+            wrong = "but the tokenizer has no chat template"
+            raise PromptError(wrong, "set chat = false", "prompts.chat", True)
         if options.system is not None and not has_template:
-            raise PromptError("prompts.system needs a chat template, and the tokenizer has none; use prompts.template")
+            wrong = "needs a chat template, and the tokenizer has none"
+            raise PromptError(wrong, "use prompts.template", "prompts.system")
         # Without normalization a token spells at least one byte; with it, one character may become up to 18 of them.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._most_tokens_per_byte = 2**31 if backend is None else 1 if backend.normalizer is None else 18
@@ -96,7 +98,7 @@ class PromptFormatter:
         """Return the prompt of ``row``, however long; its beginning is cut off if the options say so."""
         read = self._read(row, where)
         if read.text is None:
-            raise PromptError(f"prompts: {where} has more than {self.limits.characters} characters; shorten it")
+            raise PromptError(f"{where} has more than {self.limits.characters} characters", "shorten it")
         ids, text, limit = self._ids(read, where), read.text, self.limits.tokens
         context, responses = self._responses(read, ids, where) if self.options.responses else (None, [])
         if self.options.too_long == "cut" and limit is not None and len(ids) > limit:
@@ -141,8 +143,8 @@ class PromptFormatter:
         if self.options.too_long == "fail":
             bound = f"{self.limits.tokens} tokens ({self.limits.why})"
             raise PromptError(
-                f"prompts: {where} has {length}, where a prompt may have {bound}; shorten it, raise the limit, or set "
-                "prompts.too_long = 'skip' or 'cut'"
+                f"{where} has {length}, where a prompt may have {bound}",
+                "shorten it, raise the limit, or set prompts.too_long = 'skip' or 'cut'",
             )
         stays = can_cut and self.options.too_long == "cut"
         too_long.add(where, length, "cut" if stays else "skipped")
@@ -161,7 +163,8 @@ class PromptFormatter:
         ids: list[int] = self._tokenizer(read.text, add_special_tokens=not has_special_tokens)["input_ids"]
         if not ids:
             raise PromptError(
-                f"prompts: {where} has no tokens: {read.text!r:.100}; give a prompt that the model can read"
+                f"{where} has no tokens: {read.text!r:.100}",
+                "give a prompt that the model can read",
             )
         return ids
 
@@ -178,8 +181,8 @@ class PromptFormatter:
             turns = [turns_of(response, [of_row], where) for response in read.responses]
             if any(len(of) > 1 for of in turns):
                 raise PromptError(
-                    f"prompts: {where} has a response of several turns, which needs a chat template; use a model that has "
-                    "one, give one with prompts.chat_template, or make a row of each turn"
+                    f"{where} has a response of several turns, which needs a chat template",
+                    "use a model that has one, give one with prompts.chat_template, or make a row of each turn",
                 )
             texts = [of[0]["content"] for of in turns]
             context, text = len(prompt_ids), str(read.text)
@@ -206,7 +209,8 @@ class PromptFormatter:
             messages = given
         if self._chats is None:
             raise PromptError(
-                f"prompts: {where} is a conversation, but the tokenizer has no chat template; use one that has, or texts"
+                f"{where} is a conversation, but the tokenizer has no chat template",
+                "use one that has, or texts",
             )
         if self.options.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.options.system}, *messages]

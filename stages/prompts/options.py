@@ -12,12 +12,10 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
-    ValidationError,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from stages.json_schema import key, only_where, schema_of, unit
+from stages.json_schema import faults, key, only_where, schema_of, unit
 from stages.prompts.tasks import CONFIGS, TASKS
 from stages.prompts.templates import parse_template
 
@@ -89,36 +87,32 @@ class RowOptions(BaseModel):
     @model_validator(mode="after")
     def _check_keys(self) -> Self:
         """Raises one ValidationError with all keys that do not fit together."""
-        errors = [
-            InitErrorDetails(type=PydanticCustomError("fault", message), loc=(name,), input=getattr(self, name))
-            for name, message in self._faults()
-        ]
-        if errors:
-            raise ValidationError.from_exception_data("prompts", errors)
+        faults(self, self._faults())
         return self
 
-    def _faults(self) -> Iterator[tuple[str, Any]]:
+    def _faults(self) -> Iterator[tuple[str, str, str]]:
         """Yield keys that do not fit the others, each with what is wrong and what to do."""
         if self.source is None:
-            yield "source", f"is missing; write one of {', '.join(get_args(Kind))}"
+            yield "source", "is missing", f"write one of {', '.join(get_args(Kind))}"
             return
         needed = {"external": None, "reasoning_gym": "task", "builtin": "task"}.get(self.source, "path")
         unused = {"task": ["path"], "path": ["task", "config"], None: ["path", "task", "config"]}[needed]
         if needed and not getattr(self, needed):
-            yield needed, f"is missing; source = {self.source!r} needs it"
+            yield needed, "is missing", f"source = {self.source!r} needs it"
         for name in unused if needed == "path" else [*unused, "split"]:
             if getattr(self, name):
-                yield name, f"means nothing for source = {self.source!r}; take it out"
+                yield name, f"means nothing for source = {self.source!r}", "take it out"
         if self.source == "builtin" and self.task and self.task not in TASKS:
-            yield "task", f"is not known; use one of {sorted(TASKS)}"
+            yield "task", "is not known", f"use one of {sorted(TASKS)}"
         if self.column in self.leave_out:
-            yield "leave_out", f"has the column of the prompt, {self.column!r}; take it out"
+            yield "leave_out", f"has the column of the prompt, {self.column!r}", "take it out"
         if "{prompt}" not in self.template:
-            yield "template", "must contain {prompt}; write it where the prompt belongs"
+            yield "template", "must contain {prompt}", "write it where the prompt belongs"
         try:
             parse_template(self.template)
         except ValueError as error:
-            yield "template", f"is not a template ({error}); name columns as {{prompt}}, and write a brace twice"
+            fix = "name columns as {prompt}, and write a brace twice"
+            yield "template", f"is not a template ({error})", fix
 
 
 class WeightedSource(RowOptions):
@@ -126,10 +120,11 @@ class WeightedSource(RowOptions):
 
     weight: float = key(1.0, "Its share of the prompts, divided by the sum of all weights.", gt=0)
 
-    def _faults(self) -> Iterator[tuple[str, Any]]:
+    def _faults(self) -> Iterator[tuple[str, str, str]]:
         yield from super()._faults()
         if self.source == "external":
-            yield "source", "is put by other programs, and cannot be one of several; use prompts.source = 'external'"
+            wrong = "is put by other programs, and cannot be one of several"
+            yield "source", wrong, "use prompts.source = 'external'"
 
 
 class PromptOptions(RowOptions):
@@ -177,17 +172,18 @@ class PromptOptions(RowOptions):
     )
     held_out: float = key(0.0, "Share of distinct prompts that training never sees, for evaluation.", ge=0.0, lt=1.0)
 
-    def _faults(self) -> Iterator[tuple[str, Any]]:
+    def _faults(self) -> Iterator[tuple[str, str, str]]:
         if self.sources:
             for name in RowOptions.model_fields:
                 if getattr(self, name) != RowOptions.model_fields[name].default:
-                    yield name, "means nothing beside prompts.sources; write it in each [[prompts.sources]]"
+                    fix = "write it in each [[prompts.sources]]"
+                    yield name, "means nothing beside prompts.sources", fix
         else:
             yield from super()._faults()
         if self.source == "external" and self.held_out:
-            yield "held_out", f"means nothing for source = {self.source!r}; take it out"
+            yield "held_out", f"means nothing for source = {self.source!r}", "take it out"
         if self.chat is False and self.system is not None:
-            yield "system", "needs a chat template, but prompts.chat = false; drop one of the two"
+            yield "system", "needs a chat template, but prompts.chat = false", "drop one of the two"
 
     def parts(self) -> dict[str, PromptOptions]:
         """Returns the options of each source as if it were the only one, by the key of its table in the recipe."""

@@ -110,22 +110,22 @@ def _split(
         sides[is_held_out(given, seed, options.held_out)].append(number)
     for name, side in zip(("train", "held-out"), sides, strict=True):
         if not side and (name == "train" or options.held_out):
-            raise PromptError(_empty_side(options, formatter.limits, len(rows), too_long.skipped, name))
+            raise _empty_side(options, formatter.limits, len(rows), too_long.skipped, name)
     tables = [TablePrompts(rows, np.asarray(side, dtype=np.int64), formatter, seed, too_long, key) for side in sides]
     return PromptSplit(tables[0], tables[1] if options.held_out else None)
 
 
-def _empty_side(options: PromptOptions, limits: PromptLimits, rows: int, skipped: int, side: str) -> str:
+def _empty_side(options: PromptOptions, limits: PromptLimits, rows: int, skipped: int, side: str) -> PromptError:
     source = options.path or options.task
     if not rows:
-        return f"prompts: {source} has no rows; give a file with prompts"
+        return PromptError(f"{source} has no rows", "give a file with prompts")
     if skipped == rows:
-        return (
-            f"prompts: all {rows} prompts of {source} are too long: none has at most {limits.tokens} tokens, {limits.why}; "
-            "raise the limit, shorten them, or set prompts.too_long = 'cut'"
-        )
+        bound = f"none has at most {limits.tokens} tokens, {limits.why}"
+        fix = "raise the limit, shorten them, or set prompts.too_long = 'cut'"
+        return PromptError(f"all {rows} prompts of {source} are too long: {bound}", fix)
     short = f"{rows} rows, of which {rows - skipped} are short enough"
-    return f"prompts: {source} has no {side} rows: {short}, with held_out = {options.held_out}; change prompts.held_out"
+    wrong = f"{source} has no {side} rows: {short}, with held_out = {options.held_out}"
+    return PromptError(wrong, "change prompts.held_out")
 
 
 def is_held_out(given: str | list[Message], seed: int, share: float) -> bool:
@@ -192,9 +192,10 @@ class ProceduralPrompts:
             if (prompt := formatter.bounded(row, where, self.too_long)) is not None:
                 return prompt
         raise PromptError(
-            f"prompts: {task} made no {'held-out' if self._held_out else 'training'} prompt for group {seq} in "
-            f"{PROCEDURAL_ATTEMPTS} draws; change held_out = {share}, or give the task more different prompts, or raise the "
-            f"limit of {formatter.limits.tokens} tokens ({formatter.limits.why})"
+            f"{task} made no {'held-out' if self._held_out else 'training'} prompt for group {seq} "
+            f"in {PROCEDURAL_ATTEMPTS} draws",
+            f"change held_out = {share}, or give the task more different prompts, or raise the limit "
+            f"of {formatter.limits.tokens} tokens ({formatter.limits.why})",
         )
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.compat.extras import extra
-from stages.prompts.files import PromptError, Row, existing, kind_of, lines, open_file, parse_line
+from stages.prompts.files import PromptError, Row, existing, kind_of, lines, open_file, parse_line, path_error
 from stages.prompts.options import PromptOptions
 from stages.prompts.rows.splits import DataFiles, choose_split, data_files
 from stages.prompts.tasks import TASKS
-from stages.user_code import imported, place_of
+from stages.user_code import CodeUnusable, imported, place_of
 
 MOST_GENERATED = 1_000_000  # rows of a reasoning_gym task with a size
 
@@ -40,7 +40,7 @@ class Table:
         except PromptError:
             raise
         except Exception as error:
-            raise PromptError(f"prompts: {self.where(number)} cannot be read ({error!r}); correct it") from error
+            raise PromptError(f"{self.where(number)} cannot be read ({error!r})", "correct it") from error
         return row
 
     def where(self, number: int) -> str:
@@ -58,9 +58,8 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
     try:
         match options.source:
             case "external" | None:
-                raise PromptError(
-                    f"prompts.source = {options.source!r} is no table: its prompts are put while the run goes on"
-                )
+                wrong = "is no table: its prompts are put while the run goes on"
+                raise PromptError(wrong, key="prompts.source", value=options.source)
             case "jsonl":
                 return JsonRows(_files(path, options.split, ".jsonl"))
             case "parquet":
@@ -75,7 +74,7 @@ def open_rows(options: PromptOptions, seed: int) -> Table | Callable[[int], Row]
         raise
     except Exception as error:  # of a library that reads a file, or of a function that returns a dataset
         source = path if options.path else task
-        raise PromptError(f"prompts: {source} cannot be read ({type(error).__name__}: {error}); correct it") from error
+        raise PromptError(f"{source} cannot be read ({type(error).__name__}: {error})", "correct it") from error
 
 
 class JsonRows(Table):
@@ -148,7 +147,8 @@ def _dataset(path: str, split: str | None, leave_out: Sequence[str]) -> Any:
         try:
             dataset = make()
         except Exception as error:
-            raise PromptError(f"prompts.path = {path!r} raised {error!r} ({place_of(error, make)})") from error
+            wrong = f"raised {error!r} ({place_of(error, make)})"
+            raise PromptError(wrong, key="prompts.path", value=path) from error
     else:
         with extra("data"):
             from datasets import load_from_disk
@@ -166,7 +166,7 @@ def _dataset(path: str, split: str | None, leave_out: Sequence[str]) -> Any:
     if hasattr(dataset, "remove_columns"):
         dataset = dataset.remove_columns([name for name in leave_out if name in dataset.column_names])
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise PromptError(f"prompts: {path} gave a {type(dataset).__name__}; rows must be reachable by number")
+        raise PromptError(f"{path} gave a {type(dataset).__name__}", "rows must be reachable by number")
     return dataset
 
 
@@ -174,19 +174,20 @@ def saved_folder(path: str) -> Path:
     """Return the folder ``path``. Raises PromptError when there is none."""
     folder = existing(Path(path))
     if kind_of(folder) != "a folder":
-        raise PromptError(f"prompts: prompts.path = {path!r} is no folder; give one that save_to_disk has written")
+        raise path_error(Path(path), "is no folder", "give one that save_to_disk has written")
     return folder
 
 
 def dataset_function(path: str) -> Callable[[], Any]:
     """Return the function that ``module:function`` names. Raises PromptError."""
     try:
-        function = imported(path)
-    except ImportError as error:
-        raise PromptError(f"prompts.path = {path!r} {error}") from error
+        function = imported(path, "prompts.path", path)
+    except CodeUnusable as error:
+        [problem] = error.problems
+        raise PromptError(problem.wrong, problem.fix, problem.key, path) from error
     if not callable(function):
-        kind = type(function).__name__
-        raise PromptError(f"prompts.path = {path!r} is a {kind}; name a function that returns a dataset")
+        wrong, fix = f"is a {type(function).__name__}", "name a function that returns a dataset"
+        raise PromptError(wrong, fix, "prompts.path", path)
     return function  # type: ignore[no-any-return]
 
 
@@ -195,7 +196,7 @@ def _builtin(task: str, config: Mapping[str, Any], column: str, seed: int) -> Ca
     try:
         make(0, seed, **config)
     except (TypeError, ValueError, MemoryError, OverflowError) as error:
-        raise PromptError(f"prompts.config = {dict(config)} does not fit {task}: {error}; correct it") from error
+        raise config_error(config, f"does not fit {task}: {error}") from error
     return lambda number: _rename_prompt(make(number, seed, **config), column)
 
 
@@ -205,21 +206,22 @@ def _reasoning_gym(task: str, config: Mapping[str, Any], column: str, seed: int)
         from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        raise PromptError(f"prompts.task = {task!r} is not a task of reasoning_gym; it has {sorted(DATASETS)}")
+        wrong, fix = "is not a task of reasoning_gym", f"it has {sorted(DATASETS)}"
+        raise PromptError(wrong, fix, "prompts.task", task)
     check_size(config)
     # Its tasks draw row i from seed + i: neighbouring seeds must not give the same rows, shifted by one.
     spread = int.from_bytes(hashlib.blake2b(f"{seed}".encode(), digest_size=4).digest(), "big") >> 1
     try:
         dataset = reasoning_gym.create_dataset(task, **{"seed": spread, **config})
     except (AssertionError, TypeError, ValueError) as error:
-        raise PromptError(f"prompts.config = {dict(config)} does not fit reasoning_gym's {task}: {error}") from error
+        raise config_error(config, f"does not fit reasoning_gym's {task}: {error}") from error
 
     def row(number: int) -> Row:
         try:
             entry = dataset[number]
         except IndexError as error:
             raise PromptError(
-                f"prompts: reasoning_gym's {task} has no row {number} ({error}); it is a table: give its size in config"
+                f"reasoning_gym's {task} has no row {number} ({error})", "it is a table: give its size in config"
             ) from error
         metadata = _with_text_keys(entry["metadata"])  # numbers are keys in some tasks
         return _rename_prompt(entry | {"prompt": entry["question"], "metadata": metadata}, column)
@@ -233,9 +235,13 @@ def check_size(config: Mapping[str, Any]) -> None:
     """Raises PromptError when a reasoning_gym task is to be a table of more than :data:`MOST_GENERATED` rows."""
     size = config.get("size")
     if isinstance(size, int) and size > MOST_GENERATED:
-        raise PromptError(
-            f"prompts.config.size = {size} is more than {MOST_GENERATED} rows; leave it out: then the task never ends"
-        )
+        wrong, fix = f"is more than {MOST_GENERATED} rows", "leave it out: then the task never ends"
+        raise PromptError(wrong, fix, "prompts.config.size", size)
+
+
+def config_error(config: Mapping[str, Any], wrong: str) -> PromptError:
+    """Return the error of the options of a task."""
+    return PromptError(wrong, "correct it", "prompts.config", dict(config))
 
 
 def _with_text_keys(value: Any) -> Any:

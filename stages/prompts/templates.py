@@ -49,24 +49,26 @@ def fill_template(pieces: Sequence[Piece], fields: Row, most: int, where: str) -
                 break
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise PromptError(
-            f"prompts: prompts.template does not fit {where}: {error!r}; it may name 'prompt' and "
-            f"{sorted(map(str, fields))}, and a brace of its own is written twice"
+            f"does not fit {where}: {error!r}",
+            f"it may name 'prompt' and {sorted(map(str, fields))}, and a brace of its own is written twice",
+            "prompts.template",
         ) from error
     return "".join(reversed(parts))[-most:]
 
 
 def read_chat_template(path: str) -> str:
     """Return the text of the Jinja file ``path``. Raises PromptError."""
-    file, given = Path(path), f"prompts.chat_template = {path!r}"
+    key, fix = "prompts.chat_template", "give a Jinja file"
     try:
-        file = file.expanduser()
+        file = Path(path).expanduser()
         if (kind := kind_of(file)) != "a file":
-            raise PromptError(f"{given} is {kind}; give a Jinja file")
+            raise PromptError(f"is {kind}", fix, key, path)
         if file.stat().st_size > LARGEST_CHAT_TEMPLATE:
-            raise PromptError(f"{given} is larger than {LARGEST_CHAT_TEMPLATE >> 20} MiB; give a Jinja file")
+            raise PromptError(f"is larger than {LARGEST_CHAT_TEMPLATE >> 20} MiB", fix, key, path)
         return file.read_text(encoding="utf-8")
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        raise PromptError(f"{given} cannot be read ({error}); give the path of a Jinja file") from None
+        fix = "give the path of a Jinja file"
+        raise PromptError(f"cannot be read ({error})", fix, key, path) from None
 
 
 def check_chat_options(template: str, options: Mapping[str, Any]) -> None:
@@ -77,15 +79,14 @@ def check_chat_options(template: str, options: Mapping[str, Any]) -> None:
         tokens = Environment().lex(template)  # noqa: S701  (nothing is rendered)
         names = {text for _, kind, text in tokens if kind == "name"}
     except TemplateSyntaxError as error:
-        raise PromptError(
-            f"prompts: the chat template is not Jinja ({error}, line {error.lineno}); correct it"
-        ) from None
+        raise PromptError(f"the chat template is not Jinja ({error}, line {error.lineno})", "correct it") from None
     for name in options:
-        where = f"prompts.chat_template_options.{name}"
+        key, value = f"prompts.chat_template_options.{name}", options[name]
         if name in ALWAYS_SET:
-            raise PromptError(f"{where} is set for each prompt; take it out")
+            raise PromptError("is set for each prompt", "take it out", key, value)
         if name not in names:
-            raise PromptError(f"{where} is not read by the chat template; correct the name, or take it out")
+            fix = "correct the name, or take it out"
+            raise PromptError("is not read by the chat template", fix, key, value)
 
 
 def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Message]:
@@ -95,15 +96,15 @@ def prompt_in(row: Mapping[str, Any], column: str, where: str) -> str | list[Mes
         fix = "set prompts.column"
         if whole:
             fix += f", or train whole conversations with algorithm.name = 'sft' and prompts.responses = {whole[:1]}"
-        raise PromptError(f"prompts: {where} has no column {column!r} ({has:.200}); {fix}")
+        raise PromptError(f"{where} has no column {column!r} ({has:.200})", fix)
     given = row[column]
     if isinstance(given, str) and given:
         return given
     if isinstance(given, Sequence) and given and all(_is_message(message) for message in given):
         return [dict(message) for message in given]
     raise PromptError(
-        f"prompts: {where} has {given!r:.200} in column {column!r}; a prompt is a string that is not empty, or a list of "
-        "messages {'role': ..., 'content': ...}"
+        f"{where} has {given!r:.200} in column {column!r}",
+        "a prompt is a string that is not empty, or a list of messages {'role': ..., 'content': ...}",
     )
 
 
@@ -116,8 +117,9 @@ def with_prompt(row: Mapping[str, Any], column: str, responses: Sequence[str], w
     first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), 0)
     if not first:
         raise PromptError(
-            f"prompts: {where} has a conversation in column {responses[0]!r} without a message before the first one of the "
-            f"assistant: {messages!r:.200}; begin it with one of the user or the system"
+            f"{where} has a conversation in column {responses[0]!r} without a message before the "
+            f"first one of the assistant: {messages!r:.200}",
+            "begin it with one of the user or the system",
         )
     return {**row, column: messages[:first]}
 
@@ -134,8 +136,9 @@ def responses_in(row: Mapping[str, Any], columns: Sequence[str], where: str) -> 
             found.append([dict(message) for message in given])
         else:
             raise PromptError(
-                f"prompts: {where} has {given!r:.200} in column {column!r}; a response is a string, or a list of messages "
-                "that ends with one of the assistant; correct the row, or prompts.responses"
+                f"{where} has {given!r:.200} in column {column!r}",
+                "a response is a string, or a list of messages that ends with one of the assistant; "
+                "correct the row, or prompts.responses",
             )
     return found
 
@@ -151,8 +154,9 @@ def turns_of(response: str | list[Message], prompts: Sequence[Sequence[Message]]
             break
     if response[0]["role"] != "assistant":
         raise PromptError(
-            f"prompts: {where} has a response that begins with a message of {response[0]['role']!r}: "
-            f"{response[0]['content']!r:.100}; it must begin with one of the assistant, or with the prompt's own messages"
+            f"{where} has a response that begins with a message of {response[0]['role']!r}: "
+            f"{response[0]['content']!r:.100}",
+            "it must begin with one of the assistant, or with the prompt's own messages",
         )
     return response
 

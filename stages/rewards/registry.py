@@ -8,15 +8,20 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.problems import Fatal, Problem, ProblemError
 from stages.prompts.tasks import REWARDS
-from stages.user_code import find
+from stages.user_code import CodeUnusable, find
 
 ENTRY_POINTS = "asyncdock.rewards"
 RESERVED = ("prompts", "completions", "completion_ids")  # arguments that the run gives to reward functions
 
 
-class RewardError(RuntimeError):
+class RewardError(Fatal, RuntimeError):
     """A reward function cannot be found, or returned something else than scores. The message names it, and the row."""
+
+
+class RewardUnknown(ProblemError, RewardError):
+    """There is no reward function of this name, or it cannot be imported."""
 
 
 class RewardFunctions:
@@ -27,13 +32,15 @@ class RewardFunctions:
         return importlib.metadata.entry_points(group=ENTRY_POINTS)
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The reward function called ``name``. Raises :class:`RewardError` with the known names."""
+        """The reward function called ``name``. Raises RewardUnknown."""
+        key = "reward.functions.name"
         try:
-            found = find("reward", name, REWARDS, lambda: self._installed, "module:function")
-        except ValueError as error:
-            raise RewardError(str(error)) from error
+            found = find(key, name, REWARDS, lambda: self._installed, "module:function")
+        except CodeUnusable as error:
+            raise RewardUnknown(*error.problems) from error
         if not callable(found):
-            raise RewardError(f"reward {name!r} is a {type(found).__name__}, not a function")
+            wrong = f"is a {type(found).__name__}, not a function"
+            raise RewardUnknown(Problem(key, name, wrong, "correct the name"))
         return found  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import structlog
 
 from pipeline.index.client import Claim
+from pipeline.problems import Fatal
 from stages.sample_log import Recorder
 
 log = structlog.get_logger()
@@ -28,7 +29,7 @@ READ = ("given", "versions", "truncated", "reward", "scores")  # of a flow with 
 MOST_FILES = 100  # the newest; a file has the rows of one step
 
 
-class TooManySkipped(RuntimeError):
+class TooManySkipped(Fatal, RuntimeError):
     """Too many steps in a row were skipped. The message names the file with the rows of the last one."""
 
 

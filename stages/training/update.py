@@ -28,6 +28,7 @@ from pipeline.documents.flow import VERSION
 from pipeline.events import ForecastEvent, StepEvent, SyncEvent
 from pipeline.first_of import cancel_all, first_of
 from pipeline.index.client import BoundBroken, Claim
+from pipeline.problems import Passing
 from pipeline.spans import Spans
 from pipeline.warehouse.arena import StaleHandle
 from pipeline.warehouse.dock import Dock
@@ -52,7 +53,7 @@ PROBE_PROMPT, PROBE_RESPONSE = 64, 16  # tokens at most of a row that a swap is 
 PROBE_ROWS, PROBE_NEW_ROWS = 16, 8  # at most, in all and of one batch: the others are the batches' before
 
 
-class SamplesGone(RuntimeError):
+class SamplesGone(Passing, RuntimeError):
     """Rows of steps since the checkpoint lay on a node that was lost, so that these steps cannot be replayed."""
 
 

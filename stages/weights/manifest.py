@@ -22,6 +22,8 @@ from typing import IO
 import structlog
 import xxhash
 
+from pipeline.problems import Fatal
+
 MANIFEST = "digests.json"
 STATE = "run.json"  # of a checkpoint
 CHUNK_BYTES = 1 << 20
@@ -30,7 +32,7 @@ MOST_THREADS = 8
 log = structlog.get_logger()
 
 
-class FilesDamaged(RuntimeError):
+class FilesDamaged(Fatal, RuntimeError):
     """A file is not as it was written. The message names it."""
 
 

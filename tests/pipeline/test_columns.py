@@ -335,7 +335,7 @@ def test_a_refusal_names_column_value_and_fix(name: str, value: Any, message: st
 def test_rows_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ColumnError, match=r"column 'reward': has 3 rows where 'ids' has 2; give all the same rows"):
         pack(SCHEMA, {"ids": IDS, "reward": torch.zeros(3)})
-    with pytest.raises(ColumnError, match=r"column 'rewards' is not in the schema; it has \['ids', 'reward'"):
+    with pytest.raises(ColumnError, match=r"column 'rewards': is not in the schema; it has \['ids', 'reward'"):
         pack(SCHEMA, {"rewards": torch.zeros(2)})
     with pytest.raises(ColumnError, match="no column given"):
         pack(SCHEMA, {})

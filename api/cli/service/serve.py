@@ -117,7 +117,8 @@ def serve_command(
 def _in_words(error: dict[str, Any]) -> str:
     """Return what pydantic found, with the setting's name where it is about one alone."""
     name = ".".join(map(str, error["loc"]))
-    return ": ".join(filter(None, (name, error["msg"].removeprefix("Value error, "))))
+    reason = error.get("ctx", {}).get("error", error["msg"])  # of a validator, without pydantic's words
+    return ": ".join(filter(None, (name, str(reason))))
 
 
 def _folders(option: str, given: Folders) -> tuple[Path, ...]:

@@ -21,13 +21,14 @@ from api.server.service import Settings
 from orchestration.recipe.bounds import out_of_bounds, read_toml
 from orchestration.recipe.load import fixed_problems, override, parse_recipe
 from orchestration.recipe.model_files import KNOWN_MODELS
-from orchestration.recipe.problems import Problem, RecipeError, suggest
+from orchestration.recipe.problems import RecipeError, suggest
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES, VllmSection
 from orchestration.recipe.values import format_size
 from orchestration.run.storage import base_models
 from pipeline.index.address import redacted
 from pipeline.node import AUTO, LOOPBACK
+from pipeline.problems import Problem
 from stages.prompts.conversations import is_template_name
 from stages.prompts.files import Reading
 from stages.prompts.tasks import HARMLESS

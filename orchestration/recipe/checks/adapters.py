@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.problems import Problem, value_or_none
+from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from pipeline.compat.extras import install, is_installed
+from pipeline.problems import Problem
 
 NONE = "or model.lora.rank = 0"
 VLLM_RANKS = 512  # the largest that vLLM has room for

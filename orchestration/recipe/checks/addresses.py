@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.problems import Problem, value_or_none
+from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import TLS_FILES
 from pipeline.compat.extras import install, is_installed
 from pipeline.index.address import Address, redacted
 from pipeline.node import AUTO, is_loopback, own_address
+from pipeline.problems import Problem
 
 CLUSTER_FORM = re.compile(r"auto|local|(ray://)?(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 REACH = ("launch.remote_rollouts", "launch.launcher", "pipeline.index", "pipeline.index_serve")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,17 @@ from pydantic import BaseModel, ValidationError
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
 from orchestration.recipe.field_problems import field_problem
 from orchestration.recipe.flow import flow_of
-from orchestration.recipe.problems import Problem, split_fix, suggest, value_or_none
+from orchestration.recipe.problems import suggest, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.sandbox.sandbox import WAY_OUT, available
+from pipeline.problems import Problem
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, PARAMETERS, EngineUnknown, Side, engine_names, find_factory
 from stages.prompts.tasks import CONFIGS, HARMLESS, REWARDS
 from stages.rewards.gym_answers import EVALUATES, EXECUTES
-from stages.user_code import place_of
+from stages.user_code import CodeUnusable, place_of
 
 SIDES: tuple[Side, ...] = ("rollout", "train")
-
-
-def _split(error: Exception, name: str) -> tuple[str, str]:
-    """What is wrong and what to do, of a message that begins with the field and its value ``name``."""
-    return split_fix(str(error).partition(f"{name!r} ")[2] or str(error))
 
 
 @check("rollout.engine", "rollout.options", "train.engine", "train.options")
@@ -41,9 +38,9 @@ def engines_are_found(recipe: Recipe) -> Iterator[Problem]:
         try:
             factory = find_factory(side, name)
         except EngineUnknown as error:
-            wrong, fix = _split(error, name)
+            [found] = error.problems
             known = f"{suggest(name, engine_names(side))}; or name a factory as 'module:factory'"
-            yield problem(recipe, key, wrong, fix if ":" in name else known)
+            yield found if ":" in name else replace(found, fix=known)
             continue
         try:
             inspect.signature(factory).bind(recipe, **dict.fromkeys(PARAMETERS[side]), **options)
@@ -100,7 +97,7 @@ def rewards_are_there(recipe: Recipe) -> Iterator[Problem]:
 
 @check("reward.functions", "external")
 def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
-    from stages.rewards.registry import RewardError, RewardFunctions, call_problem
+    from stages.rewards.registry import RewardFunctions, RewardUnknown, call_problem
 
     rewards = RewardFunctions()
     names = [function.name for function in recipe.reward.functions]
@@ -112,12 +109,11 @@ def rewards_are_found(recipe: Recipe) -> Iterator[Problem]:
             continue  # another program scores under these names
         try:
             function = rewards.find(name)
-        except RewardError as error:
-            wrong, fix = _split(error, name)
-            yield Problem(key, name, wrong, fix or "put its directory on PYTHONPATH, or correct the name")
+        except RewardUnknown as error:
+            yield from (replace(found, key=key) for found in error.problems)
         else:
-            if found := call_problem(function):
-                yield Problem(key, name, *found)
+            if fault := call_problem(function):
+                yield Problem(key, name, *fault)
     if names and all(function.weight == 0 for function in recipe.reward.functions):
         yield Problem("reward.functions", None, "all have weight 0", "give at least one another weight")
 
@@ -190,8 +186,8 @@ def algorithm_takes_options(recipe: Recipe) -> Iterator[Problem]:
     name = recipe.algorithm.name
     try:
         algorithm = algorithm_class(name)
-    except ValueError as error:
-        yield problem(recipe, "algorithm.name", *_split(error, name))
+    except CodeUnusable as error:
+        yield from error.problems
         return
     yield from option_problems("algorithm.options", algorithm, recipe.algorithm.options)
     least = algorithm.least_group_size

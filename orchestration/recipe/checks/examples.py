@@ -10,8 +10,9 @@ from orchestration.recipe.checks.machine import prompts_can_be_read
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.model_files import KNOWN_MODELS, tokens_of
 from orchestration.recipe.planner import prompt_limits, vocabulary_of
-from orchestration.recipe.problems import Problem, RecipeError, split_fix, value_or_none
+from orchestration.recipe.problems import RecipeError, value_or_none
 from orchestration.recipe.schema import Recipe
+from pipeline.problems import Problem
 from stages.prompts.conversations import chosen_template, is_template_name
 from stages.prompts.file_checks import PromptCheck
 from stages.prompts.files import PromptError, Reading, Row
@@ -59,8 +60,7 @@ def example_prompts(recipe: Recipe) -> list[ExamplePrompt]:
             if rows and (prompt := form.bounded(*rows[0], LongPrompts(None))) is not None:
                 found.append(ExamplePrompt(rows[0][1], prompt.text, len(prompt.ids)))
     except PromptError as error:
-        wrong, fix = split_fix(str(error).removeprefix("prompts: "))
-        raise RecipeError(recipe.name, [Problem("prompts", None, wrong, fix)]) from error
+        raise RecipeError(recipe.name, error.problems) from error
     return found
 
 
@@ -120,7 +120,7 @@ def tokenizer_reads_texts(recipe: Recipe, environment: Environment) -> Iterator[
         for text in TEXTS:
             tokenizer.decode(tokenizer(text)["input_ids"])
     except TokenizerFailed as error:
-        yield problem(recipe, "model.source", *split_fix(str(error)))
+        yield from (problem(recipe, "model.source", each.wrong, each.fix) for each in error.problems)
 
 
 @machine_check("model.source", "prompts.chat_template")
@@ -174,7 +174,7 @@ def prompts_are_rendered(recipe: Recipe, environment: Environment) -> Iterator[P
             if name in environment.prompts:
                 yield from _rendering_problems(recipe, key, part, tokenizer, environment.prompts[name])
     except PromptError as error:
-        yield _template_problem(recipe, key, str(error))
+        yield _template_problem(recipe, key, error)
 
 
 def _rendering_problems(
@@ -200,20 +200,16 @@ def _rendering_problems(
             return
         except PromptError as error:
             errors.append(error)
-    yield _template_problem(recipe, key, str(errors[0]))
+    yield _template_problem(recipe, key, errors[0])
 
 
-def _template_problem(recipe: Recipe, key: str, text: str) -> Problem:
-    """The message of a PromptError as a problem of the option that it begins with, or else of ``key``."""
-    options = "prompts.chat_template_options."
-    if text.startswith(options):
-        name = text.partition(" ")[0]
-        value = recipe.prompts.chat_template_options.get(name.removeprefix(options))
-        return Problem(name, value, *split_fix(text.removeprefix(name).lstrip()))
-    text = text.removeprefix(f"{key} = {recipe.prompts.chat_template!r} ").removeprefix("prompts: ")
-    if not getattr(recipe.prompts, key.removeprefix("prompts.")):  # neither a template nor options are given
-        key = "prompts.responses"
-    return problem(recipe, key, *split_fix(text))
+def _template_problem(recipe: Recipe, key: str, error: PromptError) -> Problem:
+    """The problem of the option that ``error`` names, or else of ``key``."""
+    [found] = error.problems
+    if found.key != "prompts":
+        return found
+    options = recipe.prompts.chat_template or recipe.prompts.chat_template_options
+    return problem(recipe, key if options else "prompts.responses", found.wrong, found.fix)
 
 
 @machine_check("model.source", "model.vocabulary", "rollout.engine", "rollout.top_k", "rollout.top_p")

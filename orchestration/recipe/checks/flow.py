@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from orchestration.recipe.checks.code import option_problems
 from orchestration.recipe.checks.registry import check
 from orchestration.recipe.flow import algorithm_of, declarations_of, flow_of, reward_reads
-from orchestration.recipe.problems import Problem, split_fix
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import StageSection
+from pipeline.problems import Problem
 from stages.flow.declarations import FlowError
 from stages.flow.user_stage import stage_class
+from stages.user_code import CodeUnusable
 
 
 @check("stages")
 def stages_resolve(recipe: Recipe) -> Iterator[Problem]:
     for at, section in enumerate(recipe.stages):
         try:
-            found = stage_class(section.use)
-        except ValueError as error:
-            yield Problem(f"stages.{at}.use", section.use, *split_fix(str(error).partition(f"{section.use!r} ")[2]))
+            stage = stage_class(section.use)
+        except CodeUnusable as error:
+            yield from (replace(found, key=f"stages.{at}.use") for found in error.problems)
             continue
-        if taken := sorted(found.model_fields.keys() & StageSection.model_fields.keys()):
+        if taken := sorted(stage.model_fields.keys() & StageSection.model_fields.keys()):
             wrong = f"has the option {taken[0]!r}, which is a key of every stage"
             yield Problem(f"stages.{at}.use", section.use, wrong, "give the field of the class another name")
             continue
-        yield from option_problems(f"stages.{at}", found, section.options)
+        yield from option_problems(f"stages.{at}", stage, section.options)
 
 
 @check(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,12 +30,13 @@ from orchestration.recipe.planner import (
     trained_state,
     vocabulary_of,
 )
-from orchestration.recipe.problems import Problem, split_fix, suggest, value_or_none
+from orchestration.recipe.problems import suggest, value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.sections import ExternalStage
 from orchestration.recipe.values import format_size
 from pipeline.compat.extras import extra, install, install_vllm, is_installed
 from pipeline.index.address import redacted
+from pipeline.problems import Problem
 from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
@@ -251,25 +253,18 @@ def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Pr
                 continue
         check = PromptCheck(part, environment.reading)
         for fault in check.faults():
-            yield _prompt_problem(key, part, str(fault))
+            yield from (_prompt_problem(key, part, found) for found in fault.problems)
         environment.prompts[key] = check
 
 
-def _prompt_problem(key: str, part: PromptOptions, text: str) -> Problem:
-    """The message of a PromptError about the source ``key`` as a problem of the option that it begins with, or else of the
-    path or task."""
-    text = text.removeprefix("prompts: ")
-    for name in ("path", "split", "config", "task"):
-        start = f"prompts.{name} = {getattr(part, name)!r}"
-        if text.startswith(start):
-            return Problem(f"{key}.{name}", getattr(part, name), *split_fix(text.removeprefix(start).lstrip(", ")))
-        if text.startswith(f"prompts.{name}."):
-            return Problem(text.split()[0].replace("prompts", key, 1), None, *split_fix(text))
-    if text.startswith("prompts.template "):
-        return Problem(f"{key}.template", part.template, *split_fix(text.removeprefix("prompts.template ")))
+def _prompt_problem(key: str, part: PromptOptions, found: Problem) -> Problem:
+    """``found`` in [prompts] as a problem of the source ``key``; of its path or task where it names none."""
+    if found.key != "prompts":
+        return replace(found, key=found.key.replace("prompts", key, 1))
     if part.path is None:
-        return Problem(f"{key}.task", part.task, *split_fix(text))
-    return Problem(f"{key}.path", part.path, *split_fix(text.removeprefix(part.path).lstrip(", ")))
+        return replace(found, key=f"{key}.task", value=part.task)
+    wrong = found.wrong.removeprefix(part.path).lstrip(", ")  # which the value shows
+    return replace(found, key=f"{key}.path", value=part.path, wrong=wrong)
 
 
 @machine_check("reward.functions", "external", "stages", after=(prompts_can_be_read,))

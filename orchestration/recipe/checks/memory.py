@@ -14,9 +14,10 @@ from orchestration.recipe.checks.machine import free_bytes
 from orchestration.recipe.checks.memory_parts import CPU_PARTS, HOST_PARTS, Engine, Parts
 from orchestration.recipe.checks.registry import Environment, machine_check, problem
 from orchestration.recipe.planner import arena_bytes, memory_of, plan, prompt_limits
-from orchestration.recipe.problems import Problem, value_or_none
+from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size
+from pipeline.problems import Problem
 from pipeline.warehouse.arena import shared_memory_directory
 
 SMALL = 512 * 2**20  # bytes that every machine has; for more, torch is imported and asked for devices

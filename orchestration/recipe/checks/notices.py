@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from orchestration.recipe.flow import algorithm_of
 from orchestration.recipe.model_files import KNOWN_MODELS, text_config, tokens_of
-from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
 from orchestration.sandbox.sandbox import WAY_OUT, available
+from pipeline.problems import Problem
 
 
 def notices(recipe: Recipe, longest: int, change: int | None) -> Iterator[Problem]:

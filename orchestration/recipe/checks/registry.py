@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from orchestration.recipe.problems import Problem
 from orchestration.recipe.schema import Recipe
+from pipeline.problems import Problem
 from stages.device_names import plugin_fault
 from stages.prompts.file_checks import PromptCheck
 from stages.prompts.files import Reading

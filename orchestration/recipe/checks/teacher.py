@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from orchestration.recipe.checks.registry import Environment, check, machine_check, problem
-from orchestration.recipe.problems import Problem, value_or_none
+from orchestration.recipe.problems import value_or_none
 from orchestration.recipe.schema import Recipe
+from pipeline.problems import Problem
 
 PROBE_SECONDS, PROBE_RETRIES = 20.0, 1  # of a check; a run waits longer
 
@@ -56,6 +57,5 @@ def teacher_answers(recipe: Recipe, environment: Environment) -> Iterator[Proble
         with ThreadPoolExecutor(1, "teacher") as thread:  # a loop of its own: a check may be called inside of one
             thread.submit(lambda: asyncio.run(probe(server))).result()
     except (TeacherRefused, TeacherUnreachable) as error:
-        key, _, wrong = str(error).partition(": ")
-        wrong, _, fix = wrong.rpartition("; ")
-        yield problem(recipe, key.partition(" = ")[0], wrong or fix, fix if wrong else "look at the server's log")
+        [found] = error.problems
+        yield problem(recipe, found.key, found.wrong, found.fix or "look at the server's log")

@@ -41,7 +41,7 @@ from stages.engines.bounds import LEAST, LEAST_TRAINED, MOST_TEMPERATURE
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
 from stages.engines.registry import BUILT_IN, Side
 from stages.flow.catalogue import Truncated
-from stages.json_schema import key, only_where, schema_of, unit
+from stages.json_schema import fault, key, only_where, schema_of, unit
 from stages.parallel.options import RankSizes, Strategies
 
 
@@ -294,7 +294,7 @@ class CriticSection(RankSizes, Section):
 
 def _teacher_url(value: object) -> object:
     if isinstance(value, str) and value and not value.startswith(("http://", "https://")):
-        raise ValueError("not a URL; write one such as http://127.0.0.1:8000/v1")
+        raise fault("is not a URL", "write one such as http://127.0.0.1:8000/v1")
     return value
 
 

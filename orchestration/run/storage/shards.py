@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from stages.weights.manifest import FilesDamaged
+
 METADATA = ".metadata"
 MOST_BYTES = 1 << 30  # of a file .metadata; one entry of some 200 bytes for each tensor of each rank
 _SHARD = re.compile(r"__\d+_\d+\.distcp")  # as torch names the files of a rank
@@ -36,7 +38,7 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in what torch says of a pickle with 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 
 
-class ShardsRefused(ValueError):
+class ShardsRefused(FilesDamaged, ValueError):
     """A file of a distributed checkpoint holds what a checkpoint does not hold. The message names the file and it."""
 
 

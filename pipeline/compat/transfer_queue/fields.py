@@ -102,10 +102,16 @@ def _converted(packed: Packed, found: Field, known: Field, partition: str) -> Pa
                 return Packed(out.view(torch.uint8), packed.offsets // found.nbytes * known.nbytes)
             at = int((back != packed.values).nonzero()[0, 0]) // found.dtype.itemsize
             change = f": {values[at].item()} would become {out[at].item()}"
-    raise ColumnError(
-        f"field {found.name!r}: takes {known.kind}, got {found.kind}; convert it first, or name another field (partition "
-        f"{partition!r} keeps {known.kind} until its last key is cleared{change})"
+    raise field_error(
+        found.name,
+        f"takes {known.kind}, got {found.kind}",
+        f"convert it first, or name another field (partition {partition!r} keeps {known.kind} "
+        f"until its last key is cleared{change})",
     )
+
+
+def field_error(name: str, wrong: str, fix: str) -> ColumnError:
+    return ColumnError(name, wrong, fix, subject=f"field {name!r}")
 
 
 def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
@@ -124,8 +130,10 @@ def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
         unbound = value.unbind()
         shapes = {tuple(part.shape[1:]) for part in unbound}
         if len(shapes) != 1 or unbound[0].dim() == 0:
-            raise ColumnError(
-                f"field {name!r}: rows differ beyond their first dimension ({shapes}); pad or flatten them"
+            raise field_error(
+                name,
+                f"rows differ beyond their first dimension ({shapes})",
+                "pad or flatten them",
             )
         flat, steps = torch.cat(unbound), offsets_of([len(part) for part in unbound])
         found = Field(name, value.dtype, shapes.pop())
@@ -135,7 +143,11 @@ def encode_field(name: str, value: Any, rows: int) -> tuple[Field, Packed]:
         found = Field(name, value.dtype, tuple(value.shape[2:]) if value.dim() > 1 else None)
     _check_rows(name, len(steps) - 1, rows)
     if found.nbytes == 0:
-        raise ColumnError(f"field {name!r}: rows of shape {list(value.shape[1:])} hold nothing; leave the field out")
+        raise field_error(
+            name,
+            f"rows of shape {list(value.shape[1:])} hold nothing",
+            "leave the field out",
+        )
     flat = flat.detach().cpu().reshape(-1).contiguous()
     return found, Packed(flat.view(torch.uint8), steps * found.nbytes)
 
@@ -157,8 +169,10 @@ def as_tensor(name: str, value: Any) -> Any:
         return value
     tensors = [as_tensor(name, item) for item in items]
     if len({tensor.dtype for tensor in tensors}) > 1:
-        raise ColumnError(
-            f"field {name!r}: rows of {sorted({str(t.dtype) for t in tensors})}; convert them to one dtype"
+        raise field_error(
+            name,
+            f"rows of {sorted({str(t.dtype) for t in tensors})}",
+            "convert them to one dtype",
         )
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack(tensors)
@@ -166,8 +180,10 @@ def as_tensor(name: str, value: Any) -> Any:
         return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
     except RuntimeError:
         shapes = sorted({tuple(tensor.shape[1:]) for tensor in tensors})
-        raise ColumnError(
-            f"field {name!r}: rows differ beyond their first dimension ({shapes}); pad or flatten them"
+        raise field_error(
+            name,
+            f"rows differ beyond their first dimension ({shapes})",
+            "pad or flatten them",
         ) from None
 
 

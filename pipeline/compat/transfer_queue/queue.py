@@ -24,6 +24,7 @@ import torch
 from tensordict import TensorDict
 
 from pipeline.columns import Column, ColumnError, Packed, Schema
+from pipeline.compat.loop_thread import LoopThread
 from pipeline.compat.transfer_queue import discovery
 from pipeline.compat.transfer_queue.batch_meta import KVBatchMeta, Tag
 from pipeline.compat.transfer_queue.fields import (
@@ -39,7 +40,6 @@ from pipeline.index.client import Index, RunConfig, worker_name
 from pipeline.index.embedded import EmbeddedIndex
 from pipeline.index.errors import FieldsChanged, IndexRefused
 from pipeline.index.keys import KeysFound
-from pipeline.loop_thread import LoopThread
 from pipeline.warehouse.arena import StaleHandle, shared_memory_directory
 from pipeline.warehouse.dock import Dock
 

@@ -24,6 +24,7 @@ from pydantic import Field
 from stages.algorithms.interface import FOLLOWS, MOST_LOG_RATIO, Algorithm, LossOutput, TokenBatch
 from stages.flow.catalogue import TOKEN_STALENESS
 from stages.flow.declarations import Columns, Drop, RunsOn
+from stages.json_schema import faults
 
 if TYPE_CHECKING:
     import torch
@@ -109,15 +110,17 @@ class PolicyGradient(Algorithm):
     @pydantic.model_validator(mode="after")
     def _weight_once(self) -> Self:
         if self.proximal == "rollout" and self.correction == "truncate":
+            wrong = 'has nothing to truncate with proximal = "rollout"'
             fix = 'set max_ratio, or proximal = "recomputed" or "interpolated"'
-            raise ValueError(f'correction: "truncate" has nothing to truncate with proximal = "rollout"; {fix}')
+            faults(self, [("correction", wrong, fix)])
         return self
 
     @pydantic.model_validator(mode="after")
     def _kl_teaches(self) -> Self:
         if self.kl_coef and self.kl_estimator == "k1" and not self.kl_weighted:
+            wrong = "has a gradient whose mean is zero without kl_weighted"
             fix = 'set kl_weighted = true, or kl_estimator = "k2" or "k3"'
-            raise ValueError(f'kl_estimator: "k1" has a gradient whose mean is zero without kl_weighted; {fix}')
+            faults(self, [("kl_estimator", wrong, fix)])
         return self
 
     def under(self, staleness: int) -> tuple[Self, str]:

@@ -16,6 +16,7 @@ from pydantic import Field
 from stages.algorithms.interface import Algorithm, LossOutput, TokenBatch, with_defaults
 from stages.algorithms.policy_gradient.base import PolicyGradient
 from stages.flow.declarations import Columns, RunsOn
+from stages.json_schema import faults
 
 if TYPE_CHECKING:
     import torch
@@ -146,8 +147,9 @@ class PPO(PolicyGradient, ValueLearner):
     def _one_rate(self) -> Self:
         if self.critic == "own" and self.value_learning_rate is not None:
             rate = self.value_learning_rate
-            wrong = f'{rate:g} is of the value head on the trunk, and critic = "own" has none'
-            raise ValueError(f"value_learning_rate: {wrong}; set critic.learning_rate = {rate:g} in its place")
+            wrong = 'is of the value head on the trunk, and critic = "own" has none'
+            fix = f"set critic.learning_rate = {rate:g} in its place"
+            faults(self, [("value_learning_rate", wrong, fix)])
         return self
 
     @property

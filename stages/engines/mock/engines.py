@@ -32,7 +32,14 @@ from stages.algorithms.batch import TrainBatch
 from stages.algorithms.named import AlgorithmLike, split_gap
 from stages.engines.checks import Layout, check_weights, layout_of
 from stages.engines.mock.options import MockRolloutOptions, MockTrainOptions
-from stages.engines.protocols import Completion, EngineClosed, FinishReason, GroupRequest, SwapTimes
+from stages.engines.protocols import (
+    Completion,
+    EngineClosed,
+    FinishReason,
+    GroupRequest,
+    RequestRefused,
+    SwapTimes,
+)
 from stages.engines.responses import Responses
 from stages.flow.declarations import IN_TRAINING
 
@@ -230,7 +237,8 @@ class MockRolloutEngine:
     def _row(self, request: GroupRequest, place: int, stream: Responses) -> _Row:
         limit, budget = request.params.max_tokens, request.params.budget
         if limit < 1 or budget < 0:
-            raise ValueError(f"max_tokens = {limit} must be at least 1, budget = {budget} at least 0")
+            wrong, fix = f"max_tokens = {limit}, budget = {budget}", "give 1 at least, and 0 at least"
+            raise RequestRefused(request.group, "max_tokens", wrong, fix)
         tokens = drawn_tokens(self._options, request.seed, place)
         row = _Row(
             request, place, stream, min(tokens, limit), min(tokens, limit), "stop" if tokens <= limit else "length"

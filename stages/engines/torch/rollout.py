@@ -30,7 +30,15 @@ import torch
 from stages import device as devices
 from stages.adapters.options import AdapterOptions
 from stages.engines.checks import check_request
-from stages.engines.protocols import Completion, EngineClosed, EngineFailed, GroupRequest, SwapTimes, Token
+from stages.engines.protocols import (
+    Completion,
+    EngineClosed,
+    EngineFailed,
+    GroupRequest,
+    RequestRefused,
+    SwapTimes,
+    Token,
+)
 from stages.engines.responses import Responses, engine_failed
 from stages.engines.torch.decoding.batch import ContinuousBatch, Decodes
 from stages.engines.torch.decoding.decoder import TorchDecoder
@@ -258,7 +266,8 @@ class TorchRolloutEngine:
     def _check(self, request: GroupRequest) -> None:
         check_request(request, vocabulary=self._decoder.vocabulary, context=self._context)
         if request.params.stop and not self._has_tokenizer:
-            raise ValueError(f"group {request.group}: stop is {request.params.stop}; stop strings need a tokenizer")
+            wrong = f"stop is {request.params.stop}"
+            raise RequestRefused(request.group, "stop", wrong, "stop strings need a tokenizer")
 
     # -- run in the compute thread ---------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import Any
 
 from stages.engines.bounds import LEAST_VLLM
 from stages.engines.checks import check_request as check_basics
-from stages.engines.protocols import GroupRequest, Token
+from stages.engines.protocols import GroupRequest, RequestRefused, Token
 from stages.engines.responses import ResponseInProgress, Responses
 
 
@@ -69,25 +70,29 @@ class VllmRow(ResponseInProgress):
 def check_request(
     request: GroupRequest, *, vocabulary: int, context: int, filters: bool, cuts_stop_strings: bool
 ) -> None:
-    """Raise ``ValueError`` for a request that an engine with these limits cannot serve. ``filters``: it was made for top-k
+    """Raise RequestRefused for a request that an engine with these limits cannot serve. ``filters``: it was made for top-k
     and top-p. ``cuts_stop_strings``: its swaps abort requests, so that a stop string may be split between two."""
     check_basics(request, vocabulary=vocabulary, context=context)
-    params, where = request.params, f"group {request.group}: "
+    params, refused = request.params, functools.partial(RequestRefused, request.group)
     if params.stop and (params.budget or request.begun):
-        raise ValueError(
-            f"{where}stop is {params.stop}; a stop string that a cut splits would be missed: use stop_token_ids"
-        )
+        fix = "a stop string that a cut splits would be missed: use stop_token_ids"
+        raise refused("stop", f"stop is {params.stop}", fix)
     if params.stop and cuts_stop_strings:
-        wrong = "a stop string that a swap splits would be missed with pause = 'abort'"
-        raise ValueError(f"{where}stop is {params.stop}; {wrong}: use pause = 'keep', or stop_token_ids")
+        fix = (
+            "a stop string that a swap splits would be missed with pause = 'abort': use pause = 'keep', "
+            "or stop_token_ids"
+        )
+        raise refused("stop", f"stop is {params.stop}", fix)
     filtered = params.top_k or params.top_p < 1
     if filtered and params.temperature and not filters:
-        raise ValueError(f"{where}{params}; top_k and top_p need an engine made with filters=True")
+        fix = "top_k and top_p need an engine made with filters=True"
+        raise refused("top_p" if params.top_p < 1 else "top_k", f"{params}", fix)
     if 0 < params.temperature < LEAST_VLLM:
         wrong = f"temperature is {params.temperature:g}, which vLLM would change to {LEAST_VLLM:g} or to 0"
-        raise ValueError(f"{where}{wrong}; give 0, or {LEAST_VLLM:g} at least")
+        raise refused("temperature", wrong, f"give 0, or {LEAST_VLLM:g} at least")
     if filters and params.temperature not in (0.0, 1.0):
-        raise ValueError(f"{where}{params}; an engine made with filters=True gives logprobs at temperature 0 or 1")
+        fix = "an engine made with filters=True gives logprobs at temperature 0 or 1"
+        raise refused("temperature", f"{params}", fix)
 
 
 def sampling_params(vllm: Any, row: VllmRow) -> Any:

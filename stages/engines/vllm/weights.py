@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -76,9 +77,8 @@ class VllmWeights:
         except Exception as error:
             raise WeightsDamaged(str(error)) from error
         self._landed.delete_key(key)
-        kind, _, reason = answer.decode().partition(": ")
-        if kind:
-            raise (WeightsUnreachable if kind == WeightsUnreachable.__name__ else WeightsDamaged)(reason)
+        if report := json.loads(answer):
+            raise (WeightsUnreachable if report["gone"] else WeightsDamaged)(report["reason"])
 
     async def load(self, published: Published) -> str:
         """Have the workers load the version that has landed; vLLM is paused. Returns the version that vLLM reports."""

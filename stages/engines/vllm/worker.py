@@ -18,6 +18,7 @@ and empty parameters.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -36,7 +37,7 @@ from stages.engines.vllm.weights import HALF_LOADED, TRANSPORT
 from stages.models import checkpoint_tensors, empty_model, saved_buffers
 from stages.weights.collective import Credentials
 from stages.weights.depot import Depot
-from stages.weights.store import Published, WeightStore, tensors_of, verify
+from stages.weights.store import Published, WeightStore, WeightsUnreachable, tensors_of, verify
 
 with extra("vllm"):
     from vllm.config import set_current_vllm_config
@@ -99,12 +100,12 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._landing.submit(self._land, published, update_info.report_key)
 
     def _land(self, published: Published, report_key: str) -> None:
-        wrong = ""
+        report: dict[str, Any] = {}
         try:
             self.land(published)
         except Exception as error:
-            wrong = f"{type(error).__name__}: {error}"
-        self._engine.set(report_key, wrong)
+            report = {"gone": isinstance(error, WeightsUnreachable), "reason": str(error)}
+        self._engine.set(report_key, json.dumps(report))
 
     def land(self, published: Published) -> None:
         """Verify the bytes of ``published`` in the store, or receive them. Raises ``WeightsDamaged`` and

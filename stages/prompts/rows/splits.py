@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stages.prompts.files import PromptError, existing, kind_of
+from stages.prompts.files import PromptError, existing, kind_of, path_error
 
 TRAIN = "train"
 KEYWORDS = {
@@ -75,7 +75,7 @@ def data_files(
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
         files += [Path(parent, name) for name in names if name.endswith(suffix) and not name.startswith((".", "_"))]
     if not files:
-        raise PromptError(f"prompts.path = {str(path)!r} is a folder without *{suffix}; give a file, or another folder")
+        raise path_error(path, f"is a folder without *{suffix}", "give a file, or another folder")
     splits = by_split(top, sorted(files))
     chosen = choose_split(str(path), split, splits)
     assert chosen is not None
@@ -108,9 +108,10 @@ def choose_split(path: str, split: str | None, splits: Collection[str] | None) -
     Raises PromptError when there is no such split."""
     if splits is None:
         if split is not None:
-            raise PromptError(f"prompts.split = {split!r}, but {path} has no splits; drop it")
+            raise PromptError(f"but {path} has no splits", "drop it", "prompts.split", split)
         return None
     if (name := split or TRAIN) not in splits:
-        default = "" if split else f", which means {TRAIN!r},"
-        raise PromptError(f"prompts.split = {split!r}{default} is not in {path}; use one of {sorted(splits)}")
+        default = "" if split else f"which means {TRAIN!r}, "
+        wrong, fix = f"{default}is not in {path}", f"use one of {sorted(splits)}"
+        raise PromptError(wrong, fix, "prompts.split", split)
     return name

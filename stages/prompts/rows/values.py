@@ -45,20 +45,20 @@ def plain_row(row: Any, where: str, leave_out: Sequence[str] = (), changes: Chan
     {'prompt': '2+2=', 'answer': 4.5, 'levels': [1, True]}
     """
     if not isinstance(row, Mapping):
-        raise PromptError(f"prompts: {where} is a {type(row).__name__}; a row is a mapping of columns")
+        raise PromptError(f"{where} is a {type(row).__name__}", "a row is a mapping of columns")
     plain: Row = {}
     for name, value in row.items():
         if not isinstance(name, str):
-            raise PromptError(f"prompts: {where} has a column {name!r:.100}, {_kind(name)}; name columns by texts")
+            raise PromptError(f"{where} has a column {name!r:.100}, {_kind(name)}", "name columns by texts")
         if name in leave_out:
             continue
         column_changes: dict[str, str] = {}
         try:
             plain[_text(name)] = plain_value(value, column_changes)
         except NotPlain as error:
-            raise PromptError(f"prompts: {where} has {error.what} in column {name!r}{error.why}; {FIX}") from None
+            raise PromptError(f"{where} has {error.what} in column {name!r}{error.why}", FIX) from None
         except RecursionError:
-            raise PromptError(f"prompts: {where} is nested too deeply in column {name!r}; make it flatter") from None
+            raise PromptError(f"{where} is nested too deeply in column {name!r}", "make it flatter") from None
         if changes is not None and column_changes:
             changes.setdefault(name, {}).update(column_changes)
     return plain

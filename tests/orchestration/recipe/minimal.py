@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestration.recipe.load import load_recipe
-from orchestration.recipe.problems import Problem, RecipeError
+from orchestration.recipe.problems import RecipeError
+from pipeline.problems import Problem
 
 MINIMAL = """
 [model]

@@ -264,7 +264,7 @@ def test_dapo_counts_the_tokens_that_loss_mask_leaves() -> None:
 
 
 def test_truncation_where_the_ratio_has_the_weight_is_refused() -> None:
-    with pytest.raises(ValueError, match='correction: "truncate" has nothing to truncate'):
+    with pytest.raises(ValueError, match=r"correction\n  has nothing to truncate"):
         build_algorithm("grpo", {"correction": "truncate"})
 
 

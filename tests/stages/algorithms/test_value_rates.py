@@ -146,7 +146,7 @@ def test_beside_a_critic_of_its_own_the_policy_waits_too() -> None:
 
 
 def test_the_heads_rate_is_refused_where_there_is_no_head() -> None:
-    with pytest.raises(ValidationError, match=r"value_learning_rate: 0.001 .* set critic.learning_rate = 0.001"):
+    with pytest.raises(ValidationError, match=r"value_learning_rate\n  is of .* set critic.learning_rate = 0.001"):
         PPO(critic="own", value_learning_rate=1e-3)
     with pytest.raises(RecipeError, match=r"set critic.learning_rate = 0.001"):
         recipe(TINY, algorithm__name="ppo", algorithm__options={"critic": "own", "value_learning_rate": 1e-3})

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from orchestration.recipe.load import load_recipe
 from orchestration.run.engines import rollout_engine
-from orchestration.run.worker import FATAL
+from pipeline.problems import Fatal
 from stages.engines.mock.engines import MockRolloutEngine
 from stages.engines.mock.options import MockRolloutOptions
 from stages.engines.protocols import Completion, EngineMissing, GroupRequest, RolloutEngine
@@ -124,4 +124,4 @@ def test_without_vllm_its_engine_names_the_install_command() -> None:
     )
     with pytest.raises(EngineMissing, match=r"rollout.engine = 'vllm' .* pip install 'asyncdock\[vllm\]'"):
         rollout_engine(recipe, version=0)
-    assert issubclass(EngineMissing, FATAL)  # no worker is started again for it
+    assert issubclass(EngineMissing, Fatal)  # no worker is started again for it

@@ -318,7 +318,7 @@ def test_one_of_several_templates_is_chosen_by_name(tmp_path: Path) -> None:
     assert chosen_template(None, loaded) == CHATML
     assert chosen_template("rag", loaded) == NO_END
     assert chosen_template(str(tmp_path / "mine.jinja"), loaded) == LLAMA2
-    with pytest.raises(PromptError, match=r"'tools' is no file, and no chat template .*\['default', 'rag'\]"):
+    with pytest.raises(PromptError, match=r"\"tools\": is no file, and no chat template .*\['default', 'rag'\]"):
         chosen_template("tools", loaded)
     row = {"prompt": "What?"}
     for name, end in (

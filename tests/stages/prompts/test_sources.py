@@ -158,7 +158,7 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path, plain: Tokenizer) ->
     datasets = pytest.importorskip("datasets")
     datasets.DatasetDict({"train": datasets.Dataset.from_list(twenty_rows())}).save_to_disk(str(tmp_path / "saved"))
     options = PromptOptions(source="datasets", path=str(tmp_path / "saved"), split="test")
-    with pytest.raises(PromptError, match=r"'test' is not in .*\['train'\]"):
+    with pytest.raises(PromptError, match=r"\"test\": is not in .*\['train'\]"):
         load_prompts(options, plain, seed=0)
 
 
@@ -188,7 +188,7 @@ def test_reasoning_gym_with_a_size_is_a_table_of_that_many_rows(plain: Tokenizer
 
 def test_reasoning_gym_mistakes_are_named(plain: Tokenizer) -> None:
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(PromptError, match=r"'sums' is not a task.*chain_sum"):
+    with pytest.raises(PromptError, match=r"\"sums\": is not a task.*chain_sum"):
         load_prompts(PromptOptions(source="reasoning_gym", task="sums"), plain, seed=0)
     with pytest.raises(PromptError, match=r"does not fit.*chain_sum.*terms"):
         load_prompts(PromptOptions(source="reasoning_gym", task="chain_sum", config={"terms": 2}), plain, seed=0)

@@ -61,16 +61,16 @@ def test_a_folder_of_train_and_test_files_trains_on_train_alone(kind: Any, folde
         f"split 'test': 2 rows of test-00000-of-00001.{kind}; left out: split 'train' (2"
     )
     missing = options.model_copy(update={"split": "validation"})
-    with pytest.raises(PromptError, match=r"'validation' is not in .*; use one of \['test', 'train'\]"):
+    with pytest.raises(PromptError, match=r"\"validation\": is not in .*; use one of \['test', 'train'\]"):
         taken(missing)
-    assert "'validation' is not in " in checked(missing)[0][0]
+    assert '"validation": is not in ' in checked(missing)[0][0]
 
 
 def test_a_folder_without_a_train_split_lists_those_that_it_has(tmp_path: Path) -> None:
     for name in ("dev.jsonl", "test.jsonl"):
         write(tmp_path / name, ["a"])
     options = PromptOptions(source="jsonl", path=str(tmp_path))
-    message = r"prompts\.split = None, which means 'train', is not in .*; use one of \['test', 'validation'\]"
+    message = r"prompts\.split: which means 'train', is not in .*; use one of \['test', 'validation'\]"
     with pytest.raises(PromptError, match=message):
         taken(options)
     assert "use one of ['test', 'validation']" in checked(options)[0][0]
@@ -80,7 +80,7 @@ def test_a_file_has_no_splits_and_a_folder_without_names_is_one(tmp_path: Path) 
     write(tmp_path / "test.jsonl", ["a"])
     of_file = PromptOptions(source="jsonl", path=str(tmp_path / "test.jsonl"))
     assert taken(of_file) == ["a"], "it was named"
-    with pytest.raises(PromptError, match=r"prompts\.split = 'train', but .* has no splits; drop it"):
+    with pytest.raises(PromptError, match=r'prompts\.split = "train": but .* has no splits; drop it'):
         taken(of_file.model_copy(update={"split": "train"}))
     for name in (
         "one.jsonl",

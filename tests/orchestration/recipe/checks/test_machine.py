@@ -22,8 +22,9 @@ from orchestration.recipe import model_files
 from orchestration.recipe.checks import machine
 from orchestration.recipe.checks.examples import prompt_sources
 from orchestration.recipe.load import load_recipe, parse_recipe
-from orchestration.recipe.problems import Problem, RecipeError
+from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
+from pipeline.problems import Problem
 from stages import device_names
 from stages.models import tiny_tokenizer
 from stages.prompts.files import Reading

@@ -133,7 +133,7 @@ async def test_no_rows_and_no_columns_are_answered_without_the_network() -> None
     assert found["reward"].offsets is None
     assert len(found["reward"].values) == len(found["answer"].values) == 0
     assert await warehouse.read(*places(1, 0, [0]), []) == {}
-    with pytest.raises(ColumnError, match="'nope' is not in the schema"):
+    with pytest.raises(ColumnError, match="'nope': is not in the schema"):
         await warehouse.read(*places(1, 0, [0]), ["nope"])
 
 
