@@ -11,6 +11,7 @@ with 30 numbers and its swaps, the ledger, an evaluation each 100 steps, a check
     resume    seconds until a file is open, rewound to the last checkpoint, and the newest checkpoint is known
     history   seconds and memory of one question in a process of its own: all of a number's past; all numbers of a day
     view      bytes that its state holds, and seconds of a redraw
+    memory    of the process that writes the file and has the view, before it answers the questions of this mark
     report    seconds to make it from the files when the run ends
     track     seconds a step of `asyncdock track` into TensorBoard's files, from the beginning and at the end
 
@@ -47,7 +48,7 @@ from api.telemetry.series import Wanted, width
 from api.telemetry.trackers import TensorBoard, TrackError, events_of_folder, track
 from api.terminal.live import LiveView
 from api.terminal.report import write_report
-from benchmarks.run_growth import grown, growth_table
+from benchmarks.run_growth import grown, growth_table, memory_of
 from orchestration.events_file import METRICS, MetricsFile, newest_checkpoint
 from orchestration.history.detail import files_of
 from orchestration.history.segments import closed
@@ -268,6 +269,7 @@ def long_run(path: Path, steps: int, options: argparse.Namespace) -> Iterator[di
         if step + 1 in marks:
             file.close()
             yield {
+                "memory_bytes": memory_of(os.getpid())[0],
                 "write_seconds_per_step": written / (step + 1),
                 "view_seconds_per_step": shown / (step + 1),
                 "view_bytes": size_of(progress),
@@ -339,6 +341,7 @@ def table(figures: dict[str, Any]) -> str:
             *(question(name) for name in marks[-1]["questions"]),
             micros("view", "view_seconds_per_step"),
             row("state of the view, kB", lambda mark: f"{mark['view_bytes'] / 1000:.0f}"),
+            row("memory, MiB", lambda mark: f"{mark['memory_bytes'] / 2**20:.1f}"),
             row("redraw, ms", lambda mark: f"{1000 * mark['redraw_seconds']:.1f}"),
             seconds("report", "report_seconds", 1),
             micros("report", "report_seconds_per_step"),
