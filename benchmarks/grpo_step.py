@@ -218,12 +218,16 @@ def profiled(ours: OurSide) -> dict[str, dict[str, float]]:
         return inside
 
     engine: Any = ours.trainer
-    engine._clip, engine._hidden = labelled("clip", engine._clip), labelled("forward", engine._hidden)
-    with patch.object(train, "pack", labelled("packing", train.pack)), torch.profiler.profile() as profile:
+    parallel, model = engine.parallel, engine.packed_model
+    parallel.clip, model.hidden = labelled("clip", parallel.clip), labelled("forward", model.hidden)
+    with (
+        patch.object(train, "pack_pieces", labelled("packing", train.pack_pieces)),
+        torch.profiler.profile() as profile,
+    ):
         began = time.perf_counter()
         engine.train_batch(ours.batch, ours.algorithm)
         whole = time.perf_counter() - began
-    del engine._clip, engine._hidden
+    del parallel.clip, model.hidden
     parts = dict.fromkeys(PARTS.values(), 0.0)
     operators: Counter[str] = Counter()
     for event in profile.events():

@@ -48,7 +48,7 @@ def kept(layers: int, dtype: torch.dtype, checkpointing: bool) -> tuple[int, int
 
     packed = pack([torch.arange(9)], [[torch.arange(n) for n in (31, 17, 17)]], engine.device)
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
-        engine._hidden(packed)
+        engine.packed_model.hidden(packed)
     return sum(tensor.untyped_storage().nbytes() for tensor in held.values()), packed.ids.shape[1]
 
 

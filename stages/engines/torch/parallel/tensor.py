@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from stages.adapters.training import is_adapted
 from stages.engines.torch.attention_interface import PROBE
+from stages.engines.torch.experts.load import expert_modules
 from stages.engines.torch.packing import Feeding
 from stages.engines.torch.parallel.collectives import own_slice
-from stages.engines.torch.parallel.experts import expert_modules
 
 # transformers' names of what happens to a module's weights over the tensor-parallel ranks.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {

@@ -107,10 +107,11 @@ def test_no_copy_of_the_head_and_no_change_without_padding() -> None:
 
 
 def logprobs_of(ranks: Any) -> torch.Tensor:
-    from stages.engines.torch.sharded import ShardedTrainEngine
+    from stages.engines.torch.parallel.sharded import Sharded
+    from stages.engines.torch.train import TorchTrainEngine
     from tests.stages.sharded import OPTIONS
 
-    engine = ShardedTrainEngine(tiny_llama(), ranks, **{**OPTIONS, "vocabulary": KNOWN})
+    engine = TorchTrainEngine(tiny_llama(), parallel=Sharded(ranks), **{**OPTIONS, "vocabulary": KNOWN})
     return torch.cat(list(engine.logprobs(batch_of_known()).unbind()))
 
 
