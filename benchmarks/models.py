@@ -44,7 +44,7 @@ from orchestration.recipe.load import parse_recipe
 from orchestration.recipe.problems import RecipeError
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest, RolloutEngine, SamplingParams
-from stages.engines.torch.head import use_float32
+from stages.engines.torch.head.logits import use_float32
 from stages.parallel.layout import RankCoordinates
 from stages.parallel.placement import train_placement
 from stages.weights.store import Gap, Probe, ProbeRule, gap

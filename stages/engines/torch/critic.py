@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from transformers import PreTrainedModel
 
 from stages.algorithms.named import AlgorithmLike
-from stages.engines.torch.head import values_of
+from stages.engines.torch.head.logits import values_of
 from stages.engines.torch.packed_model import Outputs, PackedModel
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.train import TorchTrainEngine

@@ -23,10 +23,10 @@ from stages.adapters.training import add_adapters
 from stages.engines.torch.attention_interface import fix_rope, replace_attention
 from stages.engines.torch.experts.load import ExpertLoad
 from stages.engines.torch.experts.routing import RoutingReplay
-from stages.engines.torch.head import logit_scale, value_head, values_of
+from stages.engines.torch.head.logits import logit_scale, value_head, values_of
+from stages.engines.torch.head.token_logprobs import TokenLogprobs, scaled_logits
 from stages.engines.torch.layers import use_fast_layers, use_fast_norms, use_fused_layers
 from stages.engines.torch.packing import ATTENTION, Feeding, PackedBatch, shared_prompt_attention
-from stages.engines.torch.token_logprobs import TokenLogprobs, scaled_logits
 from stages.weight_files import WeightFiles
 
 Kernels = Literal["auto", "plain"]

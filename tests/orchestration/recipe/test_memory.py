@@ -19,8 +19,8 @@ from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import memory_of, parameters_of_source, plan
 from stages import device
 from stages.engines.plans import GroupShape, plan_micro_batches
-from stages.engines.torch import token_logprobs
 from stages.engines.torch.decoding import attention
+from stages.engines.torch.head import token_logprobs
 from stages.engines.torch.packing import pack
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer

@@ -27,9 +27,9 @@ from orchestration.run.engines import (
 )
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.responses import Responses
-from stages.engines.torch import token_logprobs
+from stages.engines.torch.head import token_logprobs
+from stages.engines.torch.head.token_logprobs import TokenLogprobs
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.engines.torch.token_logprobs import TokenLogprobs
 from stages.engines.vllm.rows import VllmRow, sampling_params
 from stages.models import load_model
 from tests.batches import make_batch
