@@ -50,7 +50,7 @@ from benchmarks.rollout import Sizes, readings
 from orchestration.processes.forkserver import ENVIRONMENT
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
-from stages.engines.torch import train
+from stages.engines.torch import step as training_step
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model
@@ -221,7 +221,7 @@ def profiled(ours: OurSide) -> dict[str, dict[str, float]]:
     parallel, model = engine.parallel, engine.packed_model
     parallel.clip, model.hidden = labelled("clip", parallel.clip), labelled("forward", model.hidden)
     with (
-        patch.object(train, "pack_pieces", labelled("packing", train.pack_pieces)),
+        patch.object(training_step, "pack_pieces", labelled("packing", training_step.pack_pieces)),
         torch.profiler.profile() as profile,
     ):
         began = time.perf_counter()

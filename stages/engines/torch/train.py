@@ -1,19 +1,18 @@
-"""The torch training engine: whole groups, packed without padding, each group's prompt computed once.
+"""The torch training engine: whole groups, packed without padding, each prompt computed once.
 
-    batch of groups ─▶ plan_micro_batches ─▶ for each micro-batch of at most token_budget tokens:
-                                               pack ─▶ model ─▶ logprobs ─▶ algorithm.loss ─▶ backward
-                       then once:              clip ─▶ AdamW
-    epochs × mini-batches of it: all of them, or after a loss or gradient that is not finite none ─▶ the next version
+    train_batch = prepare ─▶ for epochs × mini-batches: forward_backward ─▶ optimizer_step
+                          ─▶ all steps, or after a loss or gradient that is not finite none
+                          ─▶ the next version
 
-The packed computation is in stages/engines/torch/packing.py.
+Mini-batches, and the forward and backward pass of one: stages/engines/torch/step.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial, wraps
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,10 +22,8 @@ from transformers import PreTrainedModel
 
 from stages import device as devices
 from stages.adapters.options import AdapterOptions
-from stages.adapters.training import adapters_off
 from stages.algorithms.batch import TrainBatch, over_steps
-from stages.algorithms.named import AlgorithmLike, split_gap
-from stages.engines.plans import Piece, cut_mini_batches, plan_micro_batches
+from stages.algorithms.named import AlgorithmLike
 from stages.engines.torch.optimizer import (
     Schedule,
     Undo,
@@ -41,27 +38,11 @@ from stages.engines.torch.optimizer import (
     zero_gradients,
 )
 from stages.engines.torch.packed_model import Kernels, PackedModel
-from stages.engines.torch.packing import Group, groups_of, pack_pieces
 from stages.engines.torch.parallel.interface import Parallel
-from stages.flow.declarations import BASE, IN_TRAINING
+from stages.engines.torch.step import MiniBatch, TrainingStep
 from stages.resharding.swap import local_part, local_weights, training_state
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, eq=False)
-class _MiniBatch:
-    """One optimizer step: this rank's ``groups`` in the micro-batches ``plan``, and what its loss is divided by: the sizes
-    of the whole mini-batch on all ranks. ``passes``: through the model that each rank makes. ``everywhere``: every replica
-    has a row of it."""
-
-    groups: Sequence[Group]
-    plan: Sequence[Sequence[Piece]]
-    passes: int
-    everywhere: bool
-    total_tokens: int
-    total_rows: int
-    total_groups: int
 
 
 def _repeatable(compute: Callable[..., Result]) -> Callable[..., Result]:
@@ -149,7 +130,6 @@ class TorchTrainEngine:
         self._schedule: dict[str, Any] = {"peak": learning_rate, "total_steps": total_steps}
         self._schedule |= {"warmup_steps": warmup_steps, "schedule": schedule}
         self._grad_clip = grad_clip
-        self._token_budget = token_budget and token_budget * self.parallel.token_ranks
         self._threads = threads
         self._critic_alone = False  # whether the present train batch teaches the value head alone
         self._undoable = undoable
@@ -166,6 +146,8 @@ class TorchTrainEngine:
             context=context,
             vocabulary=vocabulary,
         )
+        budget = token_budget and token_budget * self.parallel.token_ranks
+        self._training = TrainingStep(self.packed_model, self.parallel, budget)
         placed = self.parallel.place(self.packed_model, compute or model.dtype)
         self.checkpoint_group = self.parallel.checkpoint_group
         self.value_head = self.packed_model.value_head
@@ -193,6 +175,7 @@ class TorchTrainEngine:
         try:
             metrics = self._train_batch(batch, algorithm)
         except BaseException as error:
+            self.forget_gradients()
             self._take_back()
             self.version += isinstance(error, FloatingPointError)  # skipped: the learning rate follows the versions
             raise
@@ -214,12 +197,7 @@ class TorchTrainEngine:
         self.parallel.reshard()  # what a forward has gathered is of the weights that are gone
 
     def _train_batch(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> Mapping[str, float]:
-        groups, responses = groups_of(batch)
-        experts = self.packed_model.routing.rows(batch)
-        wanted = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
-        found = _scores_by(self, batch, set(wanted.values()))
-        given = TrainBatch(batch, algorithm, self.parallel.total, {name: found[by] for name, by in wanted.items()})
-        mini_batches = _mini_batches(self, groups, given.trained.tolist(), algorithm)
+        train_batch, mini_batches = self.prepare(batch, algorithm)
         if not mini_batches:
             raise FloatingPointError(
                 f"loss is not defined at step {self.version}: loss_mask leaves no token of the batch to train on"
@@ -227,18 +205,20 @@ class TorchTrainEngine:
         self._critic_alone = self.version < algorithm.policy_begins
         peaks = self._schedule["peak"], algorithm.value_rate(self._schedule["peak"])
         of_policy, of_values = learning_rates_at(self.version, self._schedule, peaks, algorithm.policy_begins)
-        rates = set_rates(self._optimizer, of_policy * algorithm.signal(given), of_values)
-        passes = mini_batches * algorithm.epochs
+        rates = set_rates(self._optimizer, of_policy * algorithm.signal(train_batch), of_values)
+        mini_batches *= algorithm.epochs
         # AdamW moves a weight by a few times the learning rate at most, so one step overflows only with a very large one.
         overflows = any(
             options["lr"] * max(1.0, options["weight_decay"]) > 1 for options in self._optimizer.param_groups
         )
-        if self._undoable or overflows or len(passes) > 1:
-            self._undo.keep([tensor for p in self.trained.values() for tensor in changed_by_step(self._optimizer, p)])
+        if self._undoable or overflows or len(mini_batches) > 1:
+            changed = [changed_by_step(self._optimizer, p) for p in self.trained.values()]
+            self._undo.keep(list(chain.from_iterable(changed)))
         steps = []
-        for mini_batch in passes:
-            metrics = _optimize(self, mini_batch, responses, experts, given, algorithm)
-            steps.append({**metrics, **rates})
+        for mini_batch in mini_batches:
+            metrics = self.forward_backward(mini_batch, algorithm)
+            grad_norm = self.optimizer_step(metrics["loss"])
+            steps.append({**metrics, "grad_norm": grad_norm, **rates})
         if self._undo.is_kept and not self.parallel.all_true(all_finite(self.trained.values())):
             raise FloatingPointError(
                 f"weights are not finite after step {self.version}, so that no step was taken; lower learning_rate (it was "
@@ -246,13 +226,50 @@ class TorchTrainEngine:
             )
         return over_steps(steps)
 
+    def prepare(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> tuple[TrainBatch, list[MiniBatch]]:
+        """See :meth:`stages.engines.torch.step.TrainingStep.prepare`."""
+        return self._training.prepare(batch, algorithm)
+
+    @_repeatable
+    def forward_backward(self, mini_batch: MiniBatch, algorithm: AlgorithmLike) -> dict[str, float]:
+        """See :meth:`stages.engines.torch.step.TrainingStep.forward_backward`."""
+        return self._training.forward_backward(mini_batch, algorithm)
+
+    @_repeatable
+    def optimizer_step(self, loss: float = 0.0) -> float:
+        """Clip the gradients of the forward and backward passes since the last call, make AdamW's
+        step with them, and forget them. Return their norm before.
+
+        Raises FloatingPointError on all ranks, and takes no step, where the norm or the ``loss`` of
+        one is not finite."""
+        try:
+            if self._critic_alone:
+                policy = {*self.trained.values(), *self.model.parameters()}
+                zero_gradients(policy - {*self.value_head.values()})
+            grad_norm = self.parallel.clip(self.trained, self._grad_clip)
+            if not self.parallel.all_true(math.isfinite(grad_norm) and math.isfinite(loss)):
+                taken = self.step - self._step_before
+                undone = f" and the {taken} before it in the batch are undone" if taken else ""
+                raise FloatingPointError(
+                    f"gradient norm is {grad_norm} at step {self.version} (loss {loss}): no step was "
+                    f"taken{undone}; lower learning_rate or look for logprobs that are not finite in "
+                    "the batch"
+                )
+            self._undo.wait()
+            self._optimizer.step()
+            renew(self.parallel.copies, self.trained)
+            self.step += 1
+        finally:
+            self.forget_gradients()
+        return grad_norm
+
     @torch.no_grad()
     @_repeatable
     def logprobs(self, batch: TensorDictBase) -> torch.Tensor:
         """Logprobs of the response tokens, float32 jagged [B, T_i] on the CPU. Each group is computed alone, so its bits do
         not depend on the other groups."""
         try:
-            return torch.nested.nested_tensor(_scores(self, batch)[0], layout=torch.jagged)
+            return torch.nested.nested_tensor(self._training.scores(batch)[0], layout=torch.jagged)
         finally:
             self.parallel.reshard()  # after a forward alone the model's own parameters stay whole
 
@@ -311,145 +328,7 @@ class TorchTrainEngine:
         self.model.zero_grad(set_to_none=True)  # of several ranks: not the optimizer's parameters
 
 
-def _optimize(
-    engine: TorchTrainEngine,
-    mini_batch: _MiniBatch,
-    responses: Sequence[torch.Tensor],
-    experts: Sequence[torch.Tensor],
-    given: TrainBatch,
-    algorithm: AlgorithmLike,
-) -> dict[str, float]:
-    """One optimizer step on ``mini_batch``. Raises ``FloatingPointError`` on all ranks, and takes no step, when a loss or a
-    gradient of one is not finite."""
-    groups, plan = mini_batch.groups, mini_batch.plan
-    fed = sum(groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
-    sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=engine.device)}
-
-    def loss_of(number: int, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        if number >= len(plan):
-            return logprobs.sum() * 0
-        pieces = plan[number]
-        tokens = given.tokens(
-            [groups[piece.group].rows[row] for piece in pieces for row in piece.rows],
-            [at for at, piece in enumerate(pieces) for _ in piece.rows],
-            logprobs,
-            entropy,
-            values if engine.value_head else None,
-            total_tokens=mini_batch.total_tokens,
-            total_rows=mini_batch.total_rows,
-            total_groups=mini_batch.total_groups,
-        )
-        output = algorithm.loss(tokens)
-        measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
-        measured["entropy"] = tokens.entropy.sum() / mini_batch.total_tokens  # type: ignore[union-attr]
-        _add(sums, measured)
-        return output.loss
-
-    try:
-        engine.packed_model.expert_load.counts.zero_()
-        of = groups, responses, experts
-        engine.parallel.runner.learn(
-            [partial(pack_pieces, pieces, engine.device, *of) for pieces in plan], mini_batch.passes, loss_of
-        )
-        own = {"fed_tokens": float(fed), **engine.packed_model.expert_load.metrics(engine.parallel.total_of_tokens)}
-        measured = {name: value.item() for name, value in sums.items()}
-        added = engine.parallel.reduce_metrics(measured | own, mini_batch.everywhere)
-        loss, engine_metrics = added.pop("loss"), {name: added.pop(name) for name in own}
-        gap, metrics = split_gap(added)
-        gap |= engine.packed_model.routing.metrics(engine.parallel.total_of_tokens)
-        if engine._critic_alone:
-            heads = {*engine.value_head.values()}
-            zero_gradients({*engine.trained.values(), *engine.model.parameters()} - heads)
-        grad_norm = engine.parallel.clip(engine.trained, engine._grad_clip)
-        if not engine.parallel.all_true(math.isfinite(grad_norm) and math.isfinite(loss)):
-            taken = engine.step - engine._step_before
-            undone = f" and the {taken} before it in the batch are undone" if taken else ""
-            raise FloatingPointError(
-                f"gradient norm is {grad_norm} at step {engine.version} (loss {loss}): no step was taken{undone}; lower "
-                "learning_rate or look for logprobs that are not finite in the batch"
-            )
-        reported = {"loss": loss, "grad_norm": grad_norm, **engine_metrics, **gap, **algorithm.finish(metrics)}
-        engine._undo.wait()
-        engine._optimizer.step()
-        renew(engine.parallel.copies, engine.trained)
-        engine.step += 1
-    finally:
-        engine.forget_gradients()
-    return reported
-
-
-@torch.no_grad()
-def _scores(engine: TorchTrainEngine, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Logprobs and values of the response tokens of each row, on the CPU; values are empty without a value head."""
-    groups, responses = groups_of(batch)
-    experts = engine.packed_model.routing.rows(batch)
-    rows = [torch.empty(0)] * len(responses)
-    of_values = [torch.empty(0)] * len(responses)
-    alone = [plan_micro_batches([group.shape], engine._token_budget) for group in groups]
-    plan = [Piece(number, piece.rows) for number, parts in enumerate(alone) for (piece,) in parts]
-    [(_, passes)] = engine.parallel.all_gather_counts([len(plan)])
-    packings = [partial(pack_pieces, [piece], engine.device, groups, responses, experts) for piece in plan]
-    for piece, (logprobs, _, values) in zip(plan, engine.parallel.runner.score(packings, passes), strict=False):
-        numbers = [groups[piece.group].rows[row] for row in piece.rows]
-        lengths = [len(responses[n]) for n in numbers]
-        for found, kept in ((logprobs, rows), (values, of_values)):
-            for n, part in zip(numbers, found.cpu().split(lengths) if len(found) else (), strict=False):
-                kept[n] = part
-    return rows, of_values
-
-
-def _scores_by(engine: TorchTrainEngine, batch: TensorDictBase, wanted: set[str]) -> dict[str, list[torch.Tensor]]:
-    """What each of ``wanted``, which are of ``IN_TRAINING``, computes of the response tokens of each row."""
-    found: dict[str, list[torch.Tensor]] = {}
-    if wanted - {BASE}:
-        found = dict(zip(IN_TRAINING, _scores(engine, batch), strict=False))
-    if BASE in wanted:
-        if engine.packed_model.adapters is None:
-            raise ValueError("scores: 'base' is the model without its adapters, and it has none")
-        with adapters_off(engine.model):
-            found[BASE] = _scores(engine, batch)[0]
-    return found
-
-
-def _add(sums: dict[str, torch.Tensor], measured: Mapping[str, torch.Tensor]) -> None:
-    """Add a micro-batch's metrics to ``sums``; of those called ``max_…`` keep the largest."""
-    for name, value in measured.items():
-        together = torch.maximum if name.startswith("max_") else torch.add
-        sums[name] = together(sums[name], value) if name in sums else value
-
-
 def _check_names(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     for part in ("model", "exp_avg", "exp_avg_sq"):
         if other := mine[part].keys() ^ state[part].keys():
             raise ValueError(f"state: {part} differs from the model's in {sorted(other)[:4]}; was it saved of another?")
-
-
-def _mini_batches(
-    engine: TorchTrainEngine, groups: Sequence[Group], trained: Sequence[int], algorithm: AlgorithmLike
-) -> list[_MiniBatch]:
-    """Cut the batch of all ranks into mini-batches, of which this rank has ``groups``. ``trained``: tokens to train on of
-    each of its rows."""
-    whole = algorithm.unit == "group"
-    own = [
-        (group.number, place, trained[row])
-        for group in groups
-        for place, row in zip(group.places, group.rows, strict=True)
-    ]
-    tokens: dict[int, dict[int, int]] = {}
-    for number, place, count in engine.parallel.all_gather_rows(torch.tensor(own)).tolist():
-        tokens.setdefault(number, {})[place] = count
-    cut = cut_mini_batches(tokens, algorithm.mini_batches, whole=whole)
-    parts = [[group.part(rows.get(group.number, ())) for group in groups] for rows in cut]
-    parts = [[group for group in part if group.rows] for part in parts]
-    plans = [plan_micro_batches([group.shape for group in part], engine._token_budget, whole=whole) for part in parts]
-    least = algorithm.least_group_size if whole else 1
-    mini_batches = []
-    passes = engine.parallel.all_gather_counts([len(plan) for plan in plans])
-    for rows, part, plan, (fewest, most) in zip(cut, parts, plans, passes, strict=True):
-        counts = [tokens[number][place] for number, places in rows.items() for place in places]
-        trained_rows = sum(count > 0 for count in counts)
-        compared_groups = sum(
-            sum(tokens[number][place] > 0 for place in places) >= least for number, places in rows.items()
-        )
-        mini_batches.append(_MiniBatch(part, plan, most, fewest > 0, sum(counts), trained_rows, compared_groups))
-    return mini_batches
