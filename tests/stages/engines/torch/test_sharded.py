@@ -18,11 +18,10 @@ from orchestration.run.checkpoint import Checkpoint, Writer
 from stages.engines.plans import GroupShape, deal
 from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 from stages.engines.torch.parallel.tensor import cuts
-from stages.engines.torch.sharded import fused
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
 from stages.parallel.layout import Layout
-from stages.parallel.placement import model_state
+from stages.parallel.placement import fused, model_state
 from tests.batches import make_batch
 from tests.ranks import of_product, on_ranks
 from tests.stages.products import name_of
