@@ -14,6 +14,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+MOST_SHOWN = 400  # characters of a value in a message: a path is shown whole
+
 
 class Fatal(Exception):
     """Another attempt would fail in the same way: it ends a run at the first one."""

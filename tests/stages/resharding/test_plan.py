@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -195,25 +196,29 @@ def test_adamw_keeps_two_moments_of_each_weight_and_a_gradient_within_a_step() -
 # --- MindSpeed RL's Eq. 3 ----------------------------------------------------------------------------------------------
 
 
-def fig3(order: str) -> tuple[ModelState, ReshardPlan]:
+FIG3_TRAIN = Layout(dp_replicate=2, tp=2, ep=2)
+FIG3_ROLLOUT = Layout(dp_replicate=4, ep=4)
+
+
+def fig3(order: Literal["outer", "inner"]) -> tuple[ModelState, ReshardPlan]:
     """TP2 · DP2 · EP2 to DP4 · EP4, the paper's Fig. 3."""
     state = model_state(moe_config())
-    train = Layout(dp_replicate=2, tp=2, ep=2, ep_order=order)  # type: ignore[arg-type]
-    return state, plan_reshard(place(state, train), place(state, Layout(dp_replicate=4, ep=4), names="vllm"))
+    train = replace(FIG3_TRAIN, ep_order=order)
+    return state, plan_reshard(place(state, train), place(state, FIG3_ROLLOUT, names="vllm"))
 
 
 def test_eq3_is_what_the_plan_counts_for_the_papers_example() -> None:
     state, plan = fig3("outer")
-    eq3 = redundant_eq3(state, plan.source.layout, plan.target.layout)
+    eq3 = redundant_eq3(state, FIG3_TRAIN, FIG3_ROLLOUT)
     assert eq3 == 4 * (state.split_bytes / 2 + state.expert_bytes / 4)
-    assert eq3 == redundant_general(state, plan.source.layout, plan.target.layout)
+    assert eq3 == redundant_general(state, FIG3_TRAIN, FIG3_ROLLOUT)
     assert eq3 == sum(redundant_if_naive(plan))
 
 
 def test_what_eq3_leaves_out_is_counted() -> None:
     """Where neighbours hold different experts, half of the ranks find none of their own and keep all they trained."""
     state, plan = fig3("inner")
-    general = redundant_general(state, plan.source.layout, plan.target.layout)
+    general = redundant_general(state, FIG3_TRAIN, FIG3_ROLLOUT)
     assert sum(redundant_if_naive(plan)) == general + 2 * state.expert_bytes / 4
 
 
@@ -224,12 +229,12 @@ def test_eight_gigabytes_are_released_per_device_for_32b() -> None:
         num_key_value_heads=8, tie_word_embeddings=False, dtype=torch.bfloat16,
     )  # fmt: skip
     state = model_state(config)
-    plan = plan_reshard(
-        place(state, Layout(dp_replicate=2, tp=8)), place(state, Layout(dp_replicate=4, tp=4), names="vllm")
-    )
+    train = Layout(dp_replicate=2, tp=8)
+    rollout = Layout(dp_replicate=4, tp=4)
+    plan = plan_reshard(place(state, train), place(state, rollout, names="vllm"))
     counted = redundant_if_naive(plan)
     assert [round(nbytes / 1e9) for nbytes in counted] == [8] * 16
-    assert sum(counted) == pytest.approx(redundant_general(state, plan.source.layout, plan.target.layout), rel=1e-3)
+    assert sum(counted) == pytest.approx(redundant_general(state, train, rollout), rel=1e-3)
 
 
 def test_tensors_that_stay_as_they_are_are_not_redundant() -> None:
