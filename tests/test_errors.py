@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.run.documents import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
+from orchestration.run.documents import EndKind
 from orchestration.run.worker import CannotStart, NotStarted, exit_code
 from pipeline.columns import ColumnError
 from pipeline.problems import Problem, ProblemError
@@ -37,9 +37,9 @@ KINDS = {
 }
 # Of Python's own, and of those that are neither: a worker that ends with one of them is started again, for some time.
 OTHERS = {
-    EXIT_FATAL: [FloatingPointError, NotImplementedError],
-    EXIT_NOT_STARTED: [NotStarted],
-    EXIT_FAILED: [ValueError, OSError, ConnectionError, TimeoutError, MemoryError, RuntimeError],
+    EndKind.FATAL: [FloatingPointError, NotImplementedError],
+    EndKind.NOT_STARTED: [NotStarted],
+    EndKind.FAILED: [ValueError, OSError, ConnectionError, TimeoutError, MemoryError, RuntimeError],
 }
 
 
@@ -75,14 +75,15 @@ def test_the_kind_of_each_error_decides_how_its_worker_exits(kind: str) -> None:
     below = classes_below(kind)
     assert sorted(below) == KINDS[kind]
     for name, module in below.items():
-        code = EXIT_FATAL if kind == "Fatal" else EXIT_REWIND if name == "SamplesGone" else EXIT_FAILED
-        assert exit_code(made(module, name)) == code, name
+        end = EndKind.REWIND if name == "SamplesGone" else EndKind.FAILED
+        end = EndKind.FATAL if kind == "Fatal" else end
+        assert exit_code(made(module, name)) is end, name
 
 
 def test_other_errors_are_tried_again_but_for_what_cannot_be_computed() -> None:
-    for code, errors in OTHERS.items():
+    for end, errors in OTHERS.items():
         for error in errors:
-            assert exit_code(error("again")) == code, error
+            assert exit_code(error("again")) is end, error
     assert issubclass(CannotStart, RuntimeError)
 
 
