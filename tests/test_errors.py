@@ -14,8 +14,9 @@ from orchestration.run.documents import EndKind
 from orchestration.run.worker import CannotStart, NotStarted, exit_code
 from pipeline.columns import ColumnError
 from pipeline.problems import Problem, ProblemError
-from stages.engines.protocols import RequestRefused
+from stages.engines.protocols import ModelRefused, RequestRefused
 from stages.external_checks import Misfit
+from stages.parallel.layout import LayoutError
 from stages.prompts.files import PromptError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,6 +127,16 @@ def test_problems_stand_beside_the_message() -> None:
             "group 3: stop is ['']; give a text",
             Problem("stop", None, "stop is ['']", "give a text"),
         ),
+        (
+            LayoutError("pp", "2 stages are more than the 1 layers", "use pp <= 1"),
+            "pp: 2 stages are more than the 1 layers; use pp <= 1",
+            Problem("pp", None, "2 stages are more than the 1 layers", "use pp <= 1"),
+        ),
+        (
+            ModelRefused("tp", "wants 'a: b'; this engine knows 'c'", "use tp = 1"),
+            "tp: wants 'a: b'; this engine knows 'c'; use tp = 1",
+            Problem("tp", None, "wants 'a: b'; this engine knows 'c'", "use tp = 1"),
+        ),
     ]
     for error, message, problem in cases:
         assert (str(error), error.problems) == (message, (problem,))
@@ -140,7 +151,6 @@ OF_LIBRARIES = {
     ("orchestration/run/storage/shards.py", "str(error)"),  # torch's of a pickle
     ("pipeline/index/errors.py", "str(error)"),  # Redis's reply, which begins with a code
     ("pipeline/index/link.py", "str(refused)"),  # likewise
-    ("api/cli/reshard.py", "str(error)"),  # a layout's, which do not carry problems yet
     ("stages/models.py", "type(error).__name__"),  # a panic of the library tokenizers, a class that cannot be imported
     ("stages/algorithms/named.py", "type(error).__name__"),  # a device's, whose classes are its plugin's
 }
@@ -180,7 +190,9 @@ def parsed_in(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         for each in read:
             while isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute):
                 each = each.func.value  # of a chain of calls
-            if (text := ast.unparse(each)) in texts:
+            text = ast.unparse(each)
+            is_of_problem = isinstance(each, ast.Attribute) and each.attr in ("wrong", "fix")
+            if text in texts or is_of_problem:
                 yield node, text
         if isinstance(node, ast.Call) and [ast.unparse(each) for each in node.args] == ["'; '"]:
             yield node, "'; '"  # between what is wrong and what to do
