@@ -13,7 +13,7 @@ with 30 numbers and its swaps, the ledger, an evaluation each 100 steps, a check
     view      bytes that its state holds, and seconds of a redraw
     memory    of the process that writes the file and has the view, before it answers the questions of this mark
     report    seconds to make it from the files when the run ends
-    track     seconds a step of `asyncdock track` into TensorBoard's files, from the beginning and at the end
+    track     seconds a step of `asyncdock track` into TensorBoard's files, from the beginning and at the end, and into none
 
 Seconds are of the processor: other work on the machine hardly counts. By the clock: an hour of six workers that report
 each half second, and make no step.
@@ -36,7 +36,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -45,7 +45,7 @@ from rich.console import Console
 
 from api.telemetry.progress import Progress
 from api.telemetry.series import Wanted, width
-from api.telemetry.trackers import TensorBoard, TrackError, events_of_folder, track
+from api.telemetry.trackers import Make, Point, TensorBoard, Tracker, TrackError, events_of_folder, track
 from api.terminal.live import LiveView
 from api.terminal.report import write_report
 from benchmarks.run_growth import grown, growth_table, memory_of
@@ -165,7 +165,25 @@ def redraw_seconds(progress: Progress) -> float:
     return statistics.median(timed(lambda: console.print(view.render())) for _ in range(REDRAWS))
 
 
-def track_seconds(path: Path, after: str) -> float | None:
+class Discarding(Tracker):
+    """Takes points and stores none."""
+
+    key = ""
+
+    def __init__(self, folder: Path, name: str, recipe: Mapping[str, Any], key: str) -> None:
+        pass
+
+    def show(self, point: Point) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self, state: str) -> None:
+        pass
+
+
+def track_seconds(path: Path, after: str, tracker: Make = TensorBoard) -> float | None:
     """Of a step, into TensorBoard's files; None where TensorBoard is not installed."""
     steps = 0
 
@@ -180,7 +198,7 @@ def track_seconds(path: Path, after: str) -> float | None:
 
     def follow() -> None:
         with tempfile.TemporaryDirectory(prefix="endurance-") as into:
-            asyncio.run(track(some, "long", Path(into), TensorBoard, {}))
+            asyncio.run(track(some, "long", Path(into), tracker, {}))
 
     try:
         seconds = timed(follow)
@@ -227,6 +245,7 @@ def measure(path: Path, steps: int, end: float, step_seconds: float) -> dict[str
         "report_seconds_per_step": reporting / steps,
         "track_first_seconds": track_seconds(path, "0"),
         "track_last_seconds": track_seconds(path, f"{int(1000 * last)}-0"),
+        "track_own_seconds": track_seconds(path, "0", Discarding),
         "questions": {name: {"seconds": s, "MiB": m} for name, (s, m) in questions(path, end).items()},
         "resume_seconds": timed(resume),
     }
@@ -337,6 +356,7 @@ def table(figures: dict[str, Any]) -> str:
             micros("write", "write_seconds_per_step"),
             micros("track from the beginning", "track_first_seconds"),
             micros("track at the end", "track_last_seconds"),
+            micros("of track, without TensorBoard", "track_own_seconds"),
             seconds("resume", "resume_seconds"),
             *(question(name) for name in marks[-1]["questions"]),
             micros("view", "view_seconds_per_step"),

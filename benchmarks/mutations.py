@@ -109,7 +109,7 @@ AREAS = {
     "wire": ("pipeline/index/address.py", "pipeline/warehouse/wire/"),
     "credit and loss": ("stages/algorithms/",),
     "packing": ("stages/engines/",),
-    "resharding": ("stages/resharding/",),
+    "resharding": ("stages/resharding/", "stages/parallel/"),
     "checkpoint": ("orchestration/run/checkpoint.py",),
     "access": ("api/server/access/",),
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import structlog
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from pipeline.index.client import Index
 from pipeline.index.embedded import EmbeddedIndex
@@ -24,9 +24,10 @@ from tests import attacks, forked, long
 from tests.servers import REDIS, WITHOUT_REDIS, RedisServer
 
 # A run of the suite says something about the code alone: the same examples each time. New ones are looked for with
-# `pytest --hypothesis-profile=explore`.
-settings.register_profile("fixed", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+# `pytest --hypothesis-profile=explore`. How long an example takes is the machine's matter.
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fixed", untimed, derandomize=True)
+settings.register_profile("explore", untimed, derandomize=False)
 settings.load_profile("fixed")
 
 

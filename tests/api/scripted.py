@@ -126,11 +126,20 @@ def events(ending: str = "finished", reason: str = "") -> list[Event]:
 
 class ScriptedRun:
     """A run that only emits ``script``. With ``endless`` it goes on until it is stopped, and with ``deaf`` it
-    does not even listen to that."""
+    does not even listen to that. ``failed``: the worker by which it fails."""
 
-    def __init__(self, out_dir: Path, script: Sequence[Event], *, endless: bool = False, deaf: bool = False) -> None:
+    def __init__(
+        self,
+        out_dir: Path,
+        script: Sequence[Event],
+        *,
+        endless: bool = False,
+        deaf: bool = False,
+        failed: str = "",
+    ) -> None:
         self.recipe, self.out_dir = recipe(), out_dir
         self.script, self.endless, self.deaf = script, endless, deaf
+        self.failed = failed
         self.waiting = asyncio.Event()  # execute has begun
         out_dir.mkdir(parents=True, exist_ok=True)
 
@@ -147,7 +156,7 @@ class ScriptedRun:
             assert stop is not None
             await stop.wait()
             state, reason = "stopped", "stopped by request"
-        return RunResult("scripted-1", state, reason, self.out_dir, None, 28.0)
+        return RunResult("scripted-1", state, reason, self.out_dir, None, 28.0, self.failed)
 
     async def events(self, after: str = "0") -> AsyncIterator[Event]:
         for item in self.script:

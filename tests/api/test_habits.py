@@ -205,7 +205,8 @@ def test_a_worker_that_fails_is_named_with_its_log(tmp_path: Path, capsys: pytes
     script = [*scripted.events()[:-1], death, scripted.event(30, "state", state="failed", reason=f"update-0: {reason}")]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "update-0.log").touch()
-    assert local_run.show_run(scripted.ScriptedRun(tmp_path, script), json=False, plain=True) == 1
+    run = scripted.ScriptedRun(tmp_path, script, failed="update-0")
+    assert local_run.show_run(run, json=False, plain=True) == 1
     out = capsys.readouterr().out
     assert out.count(reason) == 1
     assert f"  log: {tmp_path / 'logs' / 'update-0.log'}" in out.splitlines()

@@ -116,7 +116,7 @@ def test_a_kill_between_any_two_operations_loses_and_doubles_no_event(tmp_path: 
     draw = random.Random(1)
     for at in itertools.count(1):
         if at > 25:  # writes of lines, mostly: some of them
-            at += sum(draw.randrange(6) for _ in range(at - 25))
+            at += sum(draw.randrange(12) for _ in range(at - 25))
         folder = tmp_path / str(at)
         folder.mkdir()
         path = folder / METRICS
