@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from stages.engines.protocols import ModelRefused
 from stages.engines.torch.packed_model import Outputs, PackedModel
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import own_slice
@@ -81,7 +82,8 @@ def planned(model: PreTrainedModel) -> list[str]:
     children = model.base_model.named_children()
     others = [name for name, child in children if name not in names and any(True for _ in child.parameters())]
     if len(names) != 3 or others:
-        raise ValueError(f"pp: {type(model).__name__} comes without a plan for pipeline stages; use pp = 1")
+        wrong = f"{type(model).__name__} comes without a plan for pipeline stages"
+        raise ModelRefused("pp", wrong, "use pp = 1")
     return names
 
 
