@@ -42,7 +42,7 @@ class Problem:
         shown = ""
         if self.value is not None:
             value = json.dumps(self.value, ensure_ascii=False, default=str)
-            shown = f" = {value if len(value) <= 80 else value[:77] + '...'}"
+            shown = f" = {value if len(value) <= MOST_SHOWN else value[:MOST_SHOWN] + '...'}"
         return f"{self.key}{shown}: {self.wrong}" + (f"; {self.fix}" if self.fix else "")
 
 

@@ -6,8 +6,8 @@
 
 They are declared in three files, each by the package that owns it: ``pipeline/documents/flow.py``,
 ``stages/weights/documents.py`` and ``orchestration/run/documents.py``. Below each declaration stands
-what it says, and when it is removed. Where nothing is said of that, a document stays until the run is
-deleted: a rewind and the end of the run keep it. A log ends with the sample flow, by a rewind or the
+what it says, and a line `removed:` if something removes it. Other documents stay until the run is
+deleted: a rewind and the end of the run keep them. A log ends with the sample flow, by a rewind or the
 end of the run. The table of all, with the modules that write and read them, is
 ``docs/run-documents.md``; no other code may have a key (``tests/test_documents.py``).
 
