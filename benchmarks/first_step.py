@@ -52,9 +52,11 @@ PHASES = {
     "stages.engines.torch.decoding.weights": ("DecoderWeights.lay_out",),
     "stages.engines.torch.decoding.batch": ("ContinuousBatch.step", "draw"),
     "stages.engines.torch.train": (
-        *("TorchTrainEngine.__init__", "take_over", "TorchTrainEngine.train_batch"),
+        "TorchTrainEngine.__init__",
+        "TorchTrainEngine.train_batch",
         "adamw",
     ),
+    "stages.engines.torch.parallel.interface": ("install_packed_attention",),
 }
 
 

@@ -50,7 +50,7 @@ from benchmarks.rollout import Sizes, readings
 from orchestration.processes.forkserver import ENVIRONMENT
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import Completion, GroupRequest, SamplingParams
-from stages.engines.torch import train
+from stages.engines.torch import step as training_step
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model
@@ -218,12 +218,16 @@ def profiled(ours: OurSide) -> dict[str, dict[str, float]]:
         return inside
 
     engine: Any = ours.trainer
-    engine._clip, engine._hidden = labelled("clip", engine._clip), labelled("forward", engine._hidden)
-    with patch.object(train, "pack", labelled("packing", train.pack)), torch.profiler.profile() as profile:
+    parallel, model = engine.parallel, engine.packed_model
+    parallel.clip, model.hidden = labelled("clip", parallel.clip), labelled("forward", model.hidden)
+    with (
+        patch.object(training_step, "pack_pieces", labelled("packing", training_step.pack_pieces)),
+        torch.profiler.profile() as profile,
+    ):
         began = time.perf_counter()
         engine.train_batch(ours.batch, ours.algorithm)
         whole = time.perf_counter() - began
-    del engine._clip, engine._hidden
+    del parallel.clip, model.hidden
     parts = dict.fromkeys(PARTS.values(), 0.0)
     operators: Counter[str] = Counter()
     for event in profile.events():

@@ -28,9 +28,10 @@ from torch.distributed import FileStore
 from transformers import AutoModelForCausalLM
 
 from orchestration.processes.forkserver import ENVIRONMENT
-from stages.engines.torch import sharded, train
 from stages.engines.torch.decoding.decoder import TorchDecoder
-from stages.engines.torch.sharded import ShardedTrainEngine, join
+from stages.engines.torch.parallel import interface, sharded
+from stages.engines.torch.parallel.mesh import join
+from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import load_model, model_folder, model_skeleton
 from stages.parallel.layout import Layout, RankCoordinates
@@ -52,7 +53,8 @@ def measure(
     """Make ``engine`` in this process, one of ``ranks``. Returns bytes, and a digest of the weights that it holds."""
     read: list[int] = []
     # The model is compared with its plain forward when its weights are in their place.
-    for place, name in ((train, "take_over"), (sharded, "take_over"), (TorchDecoder, "_take_over")):
+    installs = "install_packed_attention"
+    for place, name in ((interface, installs), (sharded, installs), (TorchDecoder, "_take_over")):
         after = getattr(place, name)
         setattr(place, name, lambda *given, after=after: (read.append(status("VmHWM")), after(*given)))
     if ranks.world > 1:
@@ -77,7 +79,7 @@ def measure(
     elif ranks.world == 1:
         digest_of(digest, TorchTrainEngine(model, **OPTIONS).shards().items())
     else:
-        held = ShardedTrainEngine(model, ranks, weights=weights, **OPTIONS).shards()
+        held = TorchTrainEngine(model, parallel=Sharded(ranks, weights=weights), **OPTIONS).shards()
         shard = sum(tensor.nbytes for tensor in held.values())
         digest_of(digest, held.items())
     return {"shard": shard, "read": read[0] - before, "ready": status("VmHWM") - before, "digest": digest.hexdigest()}

@@ -228,8 +228,8 @@ def live(recipe: Recipe, ranks: RankCoordinates, meeting: Path) -> int:
     engine: Any = train_engine(recipe, *((ranks, store) if ranks.world > 1 else ()))
     rows, algorithm = rows_of_a_step(recipe), algorithm_of(recipe)
     engine.train_batch(rows, algorithm)
-    held = 3 * sum(parameter.nbytes for parameter in engine._trained.values())  # with AdamW's moments
-    if engine._dtype != next(iter(engine._trained.values())).dtype and ranks.world == 1:
+    held = 3 * sum(parameter.nbytes for parameter in engine.trained.values())  # with AdamW's moments
+    if engine.packed_model.dtype != next(iter(engine.trained.values())).dtype and ranks.world == 1:
         held += sum(parameter.nbytes for parameter in engine.model.parameters())
     record = Allocations()
     engine.train_batch(rows, algorithm)

@@ -38,7 +38,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Mo
 from benchmarks.dispatch_scale import Network
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.plans import GroupShape, deal, plan_micro_batches
-from stages.engines.torch.sharded import ShardedTrainEngine
+from stages.engines.torch.parallel.sharded import Sharded
+from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.costs import Step, sent
 from stages.parallel.layout import ContextParallel, Layout, RankCoordinates
 from stages.parallel.placement import model_state
@@ -158,9 +159,9 @@ def step_of(ranks: RankCoordinates, hidden: int) -> tuple[dict[str, int], Step]:
     return dict(counted.bytes), step
 
 
-def engine_of(ranks: RankCoordinates, hidden: int) -> ShardedTrainEngine:
+def engine_of(ranks: RankCoordinates, hidden: int) -> TorchTrainEngine:
     options: dict[str, Any] = {"learning_rate": 1e-4, "total_steps": 9, "token_budget": BUDGET, "device": "cpu"}
-    return ShardedTrainEngine(model_of(hidden, ranks.layout.ep > 1), ranks, **options)
+    return TorchTrainEngine(model_of(hidden, ranks.layout.ep > 1), parallel=Sharded(ranks), **options)
 
 
 def share_of(ranks: RankCoordinates, hidden: int) -> tuple[TensorDict, Step]:

@@ -37,7 +37,7 @@ from orchestration.run.engines import (
     train_engine,
 )
 from stages.engines.protocols import Completion, GroupRequest, RolloutEngine, TrainEngine
-from stages.engines.torch.head import float32_logits
+from stages.engines.torch.head.logits import float32_logits
 from stages.models import load_model
 from stages.prompts.sources import load_prompts
 from stages.training.update import probe_rows

@@ -42,12 +42,12 @@ def measure(tokens: int, layers: int, width: int, window: int | None, dtype: tor
     engine = TorchTrainEngine(model, learning_rate=1e-6, total_steps=1, device=device)
     random = torch.Generator().manual_seed(0)
     small = pack([torch.randint(512, (16,), generator=random)], [[torch.randint(512, (16,), generator=random)]], device)
-    engine._compute(small)[0].sum().backward()  # libraries and gradients have their memory
+    engine.packed_model.outputs(small)[0].sum().backward()  # libraries and gradients have their memory
     prompt = torch.randint(512, (PROMPT,), generator=random)
     packed = pack([prompt], [[torch.randint(512, (tokens - PROMPT + 1,), generator=random)]], device)
     before = _peak(device)
     began = time.perf_counter()
-    engine._compute(packed)[0].sum().backward()
+    engine.packed_model.outputs(packed)[0].sum().backward()
     seconds = time.perf_counter() - began
     return {"tokens": tokens, "peak": _peak(device) - before, "seconds": seconds}
 

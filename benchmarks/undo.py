@@ -36,7 +36,7 @@ def measure(source: str, epochs: int, repeats: int, threads: int, device: torch.
         devices.synchronize(device)
 
     found = in_turns(lambda: train(True), lambda: train(False), repeats)
-    state = [tensor for p in engine._trained.values() for tensor in changed_by_step(engine._optimizer, p)]
+    state = [tensor for p in engine.trained.values() for tensor in changed_by_step(engine._optimizer, p)]
 
     def kept() -> None:
         keep(state)

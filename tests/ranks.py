@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.dispatch_scale import inside
 from stages import device as devices
-from stages.engines.torch.sharded import join
+from stages.engines.torch.parallel.mesh import join
 from stages.parallel.layout import Layout, RankCoordinates
 from tests.forked import forks
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestration.run.documents import EXIT_FAILED, EXIT_FATAL, EXIT_NOT_STARTED, EXIT_REWIND
+from orchestration.run.documents import EndKind
 from orchestration.run.worker import CannotStart, NotStarted, exit_code
 from pipeline.columns import ColumnError
 from pipeline.problems import Problem, ProblemError
-from stages.engines.protocols import RequestRefused
+from stages.engines.protocols import ModelRefused, RequestRefused
 from stages.external_checks import Misfit
+from stages.parallel.layout import LayoutError
 from stages.prompts.files import PromptError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,9 +38,9 @@ KINDS = {
 }
 # Of Python's own, and of those that are neither: a worker that ends with one of them is started again, for some time.
 OTHERS = {
-    EXIT_FATAL: [FloatingPointError, NotImplementedError],
-    EXIT_NOT_STARTED: [NotStarted],
-    EXIT_FAILED: [ValueError, OSError, ConnectionError, TimeoutError, MemoryError, RuntimeError],
+    EndKind.FATAL: [FloatingPointError, NotImplementedError],
+    EndKind.NOT_STARTED: [NotStarted],
+    EndKind.FAILED: [ValueError, OSError, ConnectionError, TimeoutError, MemoryError, RuntimeError],
 }
 
 
@@ -75,14 +76,15 @@ def test_the_kind_of_each_error_decides_how_its_worker_exits(kind: str) -> None:
     below = classes_below(kind)
     assert sorted(below) == KINDS[kind]
     for name, module in below.items():
-        code = EXIT_FATAL if kind == "Fatal" else EXIT_REWIND if name == "SamplesGone" else EXIT_FAILED
-        assert exit_code(made(module, name)) == code, name
+        end = EndKind.REWIND if name == "SamplesGone" else EndKind.FAILED
+        end = EndKind.FATAL if kind == "Fatal" else end
+        assert exit_code(made(module, name)) is end, name
 
 
 def test_other_errors_are_tried_again_but_for_what_cannot_be_computed() -> None:
-    for code, errors in OTHERS.items():
+    for end, errors in OTHERS.items():
         for error in errors:
-            assert exit_code(error("again")) == code, error
+            assert exit_code(error("again")) is end, error
     assert issubclass(CannotStart, RuntimeError)
 
 
@@ -125,6 +127,16 @@ def test_problems_stand_beside_the_message() -> None:
             "group 3: stop is ['']; give a text",
             Problem("stop", None, "stop is ['']", "give a text"),
         ),
+        (
+            LayoutError("pp", "2 stages are more than the 1 layers", "use pp <= 1"),
+            "pp: 2 stages are more than the 1 layers; use pp <= 1",
+            Problem("pp", None, "2 stages are more than the 1 layers", "use pp <= 1"),
+        ),
+        (
+            ModelRefused("tp", "wants 'a: b'; this engine knows 'c'", "use tp = 1"),
+            "tp: wants 'a: b'; this engine knows 'c'; use tp = 1",
+            Problem("tp", None, "wants 'a: b'; this engine knows 'c'", "use tp = 1"),
+        ),
     ]
     for error, message, problem in cases:
         assert (str(error), error.problems) == (message, (problem,))
@@ -139,7 +151,6 @@ OF_LIBRARIES = {
     ("orchestration/run/storage/shards.py", "str(error)"),  # torch's of a pickle
     ("pipeline/index/errors.py", "str(error)"),  # Redis's reply, which begins with a code
     ("pipeline/index/link.py", "str(refused)"),  # likewise
-    ("api/cli/reshard.py", "str(error)"),  # a layout's, which do not carry problems yet
     ("stages/models.py", "type(error).__name__"),  # a panic of the library tokenizers, a class that cannot be imported
     ("stages/algorithms/named.py", "type(error).__name__"),  # a device's, whose classes are its plugin's
 }
@@ -179,7 +190,9 @@ def parsed_in(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         for each in read:
             while isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute):
                 each = each.func.value  # of a chain of calls
-            if (text := ast.unparse(each)) in texts:
+            text = ast.unparse(each)
+            is_of_problem = isinstance(each, ast.Attribute) and each.attr in ("wrong", "fix")
+            if text in texts or is_of_problem:
                 yield node, text
         if isinstance(node, ast.Call) and [ast.unparse(each) for each in node.args] == ["'; '"]:
             yield node, "'; '"  # between what is wrong and what to do

@@ -26,7 +26,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.recipe.values import format_size, parse_size
 
 if TYPE_CHECKING:
-    from stages.parallel.layout import Layout
+    from stages.parallel.layout import Layout, Side
 
 MOST_RANKS = 16  # that are printed
 SMALLEST_BUCKET = 1024
@@ -55,14 +55,11 @@ def reshard_report(
     bucket_bytes = _bucket_bytes(bucket) if bucket else recipe.sync.bucket
 
     from stages.models import ModelNotFound
-    from stages.parallel.layout import LayoutError, parse_layout
+    from stages.parallel.layout import LayoutError
     from stages.resharding.plan import memory, redundant_eq3, redundant_general, redundant_if_naive
 
-    try:
-        source = parse_layout(train, "train") if train else recipe.train.layout
-        target = parse_layout(rollout, "rollout") if rollout else rollout_layout(recipe, source.world)
-    except LayoutError as error:
-        raise PlanRefused(f"--{str(error).replace('.', ' ', 1)}") from None
+    source = _layout(train, "train") if train else recipe.train.layout
+    target = _layout(rollout, "rollout") if rollout else rollout_layout(recipe, source.world)
     if source.world != target.world:
         raise PlanRefused(
             f"--rollout: {rollout or str(target)!r} has {target.world} ranks where --train {train or str(source)!r} has "
@@ -141,6 +138,16 @@ def _cannot_train(recipe: Recipe, layout: Layout) -> Iterator[str]:
             problems = [str(error)]
     for text in problems:
         yield f"the train engine does not run this layout: {text}"
+
+
+def _layout(text: str, side: Side) -> Layout:
+    """The layout of the option ``--train`` or ``--rollout``. Raises PlanRefused."""
+    from stages.parallel.layout import LayoutError, parse_layout
+
+    try:
+        return parse_layout(text, side)
+    except LayoutError as error:
+        raise PlanRefused(f"--{side} {error}") from None
 
 
 def _bucket_bytes(text: str) -> int:

@@ -16,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from api.telemetry.thinned import Thinned
 from orchestration.history.totals import RunTotals, shares
@@ -208,6 +208,13 @@ class EvaluationPoint:
         )
 
 
+class Message(NamedTuple):
+    """A line for the user. ``reason``: the part of it that says why, "" without one."""
+
+    text: str
+    reason: str
+
+
 class Progress(RunTotals):
     """A run of ``steps`` steps with the staleness bound ``bound`` on ``devices`` devices. Times in Unix seconds: ``began``
     of the first event, ``running`` of the first event of training, ``stepped`` of the last step, ``now`` of the last
@@ -224,7 +231,7 @@ class Progress(RunTotals):
         self.last: StepEvent | None = None
         self.evaluated = Thinned[EvaluationPoint]()  # by version; the first and the last with samples
         self.forecast: ForecastEvent | None = None  # the newest
-        self.messages: deque[str] = deque(maxlen=MESSAGES)
+        self.messages: deque[Message] = deque(maxlen=MESSAGES)
 
     def apply(self, event: Event) -> EventData | None:
         data = super().apply(event)
@@ -235,25 +242,28 @@ class Progress(RunTotals):
                 if self.state == "running" and self.running is None:
                     self.running = event.time
                 if self.reason:
-                    self.messages.append(f"{self.state}: {self.reason}")
+                    self._note(f"{self.state}: ", self.reason)
             case StepEvent():
                 self._add_step(data)
                 self.stepped = event.time
             case EvaluationEvent():
                 self._add_evaluation(data)
             case WorkerEvent(change="died", reason=reason) if reason:
-                self.messages.append(f"{data.worker} died: {reason}")
+                self._note(f"{data.worker} died: ", reason)
             case WorkerEvent(change="died" | "restarted"):
-                self.messages.append(f"{data.worker} {data.change}")
+                self._note(f"{data.worker} {data.change}")
             case AlarmEvent():
-                self.messages.append(f"alarm at step {data.step + 1}: {data.reason}. {data.look}")
+                self._note(f"alarm at step {data.step + 1}: ", f"{data.reason}. {data.look}")
             case ForecastEvent():
                 self.forecast = data
                 if data.reason:
-                    self.messages.append(f"from step {data.step + 1}: {data.reason}")
+                    self._note(f"from step {data.step + 1}: ", data.reason)
             case PromptEvent(change="too long"):
-                self.messages.append(data.reason)
+                self._note("", data.reason)
         return data
+
+    def _note(self, begin: str, reason: str = "") -> None:
+        self.messages.append(Message(begin + reason, reason))
 
     def _add_step(self, step: StepEvent) -> None:
         if self.last is not None and step.step <= self.last.step:  # it went on from a checkpoint

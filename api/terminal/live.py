@@ -156,11 +156,11 @@ class LiveView:
         if progress.workers:
             parts.append(_stages(progress, width))
         for message in progress.messages:
-            reason = message.partition(": ")[2]  # of a death; the reason of a failed run may repeat it
+            text, reason = message  # the reason of a failed run may repeat that of a death
             if progress.state != "failed" or not reason:
-                parts.append(Text(message, style="yellow", no_wrap=True, overflow="ellipsis"))
+                parts.append(Text(text, style="yellow", no_wrap=True, overflow="ellipsis"))
             elif reason == progress.reason or reason not in progress.reason:
-                parts.append(Text(message, style="yellow", overflow="fold"))  # whole: nothing else shows it
+                parts.append(Text(text, style="yellow", overflow="fold"))  # whole: nothing else shows it
         if self.notice:
             parts.append(Text(self.notice, style="bold yellow"))
         return Group(*parts)

@@ -17,7 +17,6 @@ import structlog
 
 from orchestration.guard.waiting import waiting_chain
 from orchestration.recipe.sections import LaunchSection
-from orchestration.run.documents import REASON
 from orchestration.run.launchers import Life
 from pipeline.index.client import Index
 
@@ -27,9 +26,10 @@ UNPLACED_SECONDS = 5.0  # until a worker that no host has started is absent: hos
 
 
 class Liveness:
-    """Ends those of the workers in ``lives``, by name, which hang, after putting the reason into the index. ``on_unplaced``
-    is called with a worker that other machines are to start, and whether none has done so for :data:`UNPLACED_SECONDS`; on a
-    cluster, or where that is less, for `launch.hang_timeout`."""
+    """Ends those of the workers in ``lives``, by name, which hang. ``hung``: why, by name.
+    ``on_unplaced`` is called with a worker that other machines are to start, and whether none has
+    done so for :data:`UNPLACED_SECONDS`; on a cluster, or where that is less, for
+    `launch.hang_timeout`."""
 
     def __init__(
         self, index: Index, launch: LaunchSection, on_unplaced: Callable[[str, bool], Awaitable[None]]
@@ -37,6 +37,7 @@ class Liveness:
         self._index, self._launch, self._on_unplaced = index, launch, on_unplaced
         self._unplaced = launch.hang_timeout if launch.on_cluster else min(UNPLACED_SECONDS, launch.hang_timeout)
         self.lives: dict[str, Life] = {}
+        self.hung: dict[str, str] = {}
         self._silent: dict[str, tuple[int, float]] = {}  # by worker: its last sign of life, seconds since
         self._progress, self._still = (0, 0, 0), 0.0  # rows and versions, seconds since they changed
 
@@ -57,7 +58,7 @@ class Liveness:
                 if not life.pid:
                     await self._on_unplaced(name, not at and silent > self._unplaced)
                 if silent > (seconds := getattr(self._launch, limit)) and (at or life.pid):
-                    await self._end(name, f"it gave no sign of life for launch.{limit} = {seconds:g} s")
+                    self._end(name, f"it gave no sign of life for launch.{limit} = {seconds:g} s")
             await self._look_for_progress(passed)
 
     async def _look_for_progress(self, passed: float) -> None:
@@ -73,10 +74,10 @@ class Liveness:
         if chain and chain[-1].process in self.lives:
             links = " ← ".join(wait.text for wait in chain)
             reason = f"no progress of the run for launch.stall_timeout = {limit:g} s: {links}"
-            await self._end(chain[-1].process, reason)
+            self._end(chain[-1].process, reason)
 
-    async def _end(self, name: str, reason: str) -> None:
+    def _end(self, name: str, reason: str) -> None:
         log.warning("worker hangs", worker=name, reason=reason)
-        await REASON.put(self._index, reason, name=name)
         if life := self.lives.pop(name, None):  # it may have ended in the meantime
+            self.hung[name] = reason
             life.end()

@@ -1,8 +1,8 @@
 """Documents, topics and logs of a run's life: its head, its workers, its hosts. ``orchestration`` owns them.
 
     head ──▶ RUN_RECIPE, RUN_PATHS ──▶ workers, hosts
-    supervisor ──▶ PROCESS, ORDERS ──▶ host ──▶ TAKEN_BY ──▶ EXIT ──▶ supervisor: REASON, exit code
-                   END, LEAVE ──────▶ host, worker
+    supervisor ──▶ PROCESS, ORDERS ──▶ host ──▶ TAKEN_BY, ENDING ──▶ supervisor
+                   END, LEAVE ──────▶ host, worker ──▶ ENDING
 
 ``worker`` is KIND-NUMBER, ``name`` names one process of a worker. A process that is started again has
 another name, so that no document of its predecessor is about it.
@@ -10,7 +10,9 @@ another name, so that no document of its predecessor is about it.
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from pipeline.documents.flow import STATE
@@ -22,12 +24,6 @@ if TYPE_CHECKING:
     from orchestration.run.paths import RunPaths
     from stages.external_checks import Terms
     from stages.flow.declarations import Declared
-
-# Exit codes of worker processes: the values of EXIT, beside the negative ones of signals.
-EXIT_FAILED = 1  # the supervisor restarts the worker
-EXIT_FATAL = 3  # by an error that a restart would not mend
-EXIT_NOT_STARTED = 4  # before it was ready or a step was trained, by an error that may pass
-EXIT_REWIND = 5  # steps since the checkpoint cannot be replayed: the run goes on from there
 
 HEAD = "head"  # of BEAT: in place of a host's name; of TAKEN_BY: no host may take the order any more
 OVER = -1  # of BEAT: the host has seen that the run has ended
@@ -98,9 +94,6 @@ PROCESS = Document("life:{worker}", str)
 RANKS = Document("ranks:{kind}", str)
 """The name of rank 0's process in the present rank group of this kind."""
 
-REASON = Document("reason:{name}", str)
-"""Why the process ended with an error, in words."""
-
 # ── hosts ──
 
 HOSTS = Topic("hosts")
@@ -126,8 +119,62 @@ TAKEN_BY = Document("host:{name}", str)
 END = Document("end:{name}", bool, topic=HOSTS)
 """The host is to end the process."""
 
-EXIT = Document("exit:{name}", int, topic=HOSTS)
-"""The process on a host has ended with this exit code; negative: by this signal."""
+
+class EndKind(IntEnum):
+    """How a worker's process ended, which decides what follows. The value is the exit code."""
+
+    DONE = 0
+    FAILED = 1  # the supervisor restarts the worker; signals and all other codes count as this
+    FATAL = 3  # by an error that a restart would not mend
+    NOT_STARTED = 4  # before it was ready or a step was trained, by an error that may pass
+    REWIND = 5  # steps since the checkpoint cannot be replayed: the run goes on from there
+
+    @classmethod
+    def _missing_(cls, value: object) -> EndKind:
+        return cls.FAILED
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a worker's process ended, and why.
+
+    >>> killed = Ending(-9)
+    >>> killed.kind.name, str(killed)
+    ('FAILED', 'ended by signal 9')
+    """
+
+    code: int | None = None
+    """Exit code, or the signal, negative. None: it has not ended yet, or its launcher knows."""
+    reason: str = ""
+    """Why, in words. "": nobody has said."""
+    lost: str = ""
+    """What it died with: its host, or its fork server."""
+    fault: tuple[str, ...] = ()
+    """What failed: classes of the error and its causes, keys of their problems, the line that
+    raised the first cause."""
+
+    @property
+    def kind(self) -> EndKind:
+        return EndKind.FAILED if self.code is None else EndKind(self.code)
+
+    def __str__(self) -> str:
+        code = self.code or 0
+        by = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return self.reason or self.lost or by
+
+
+def _ending(text: str) -> Ending:
+    fields = json.loads(text)
+    return Ending(**fields | {"fault": tuple(fields["fault"])})
+
+
+ENDING: Document[Ending] = Document(
+    "ending:{name}",
+    _ending,
+    lambda ending: json.dumps(asdict(ending)),
+    HOSTS,
+)
+"""How the process ended. It writes its last error; its host adds the exit code at its end."""
 
 BEAT = Document("beat:{host}", int)
 """A number that the host, or the head, counts up as its sign of life; OVER at a host's end."""

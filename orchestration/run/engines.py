@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from stages.engines.torch.critic import TorchCriticEngine
+    from stages.engines.torch.parallel.interface import Parallel
     from stages.engines.torch.rollout import TorchRolloutEngine
     from stages.inference.teacher import TeacherOptions
 
@@ -306,7 +307,7 @@ def critic_engine(
 ) -> TorchCriticEngine:
     """Make the critic's engine: its model is ``critic.source``, or that of the policy as the run begins.
     ``coordinates``, ``meeting``: as for :func:`train_engine`."""
-    from stages.engines.torch.critic import VALUE_HEAD, ShardedCriticEngine, TorchCriticEngine
+    from stages.engines.torch.critic import VALUE_HEAD, TorchCriticEngine
 
     critic, source = recipe.critic, recipe.critic.source
     named = recipe.model_copy(
@@ -318,40 +319,38 @@ def critic_engine(
     options["device"] = devices.select(critic.device or recipe.train.device)
     head = Path(source) / VALUE_HEAD if source else None
     options["head"] = head if head and head.is_file() else None
-    if coordinates.world == 1:
-        return TorchCriticEngine(_model(named, dtype=recipe.trained_dtype)[0], **options)
-    return ShardedCriticEngine(**_of_rank(named, recipe.trained_dtype, coordinates, meeting), **options)
+    model, parallel = _shared_model(named, recipe.trained_dtype, coordinates, meeting)
+    return TorchCriticEngine(model, parallel=parallel, **options)
 
 
 def _torch_train(recipe: Recipe, coordinates: RankCoordinates, meeting: Store | None) -> TrainEngine:
+    from stages.engines.torch.train import TorchTrainEngine
+
     options = {**_train_options(recipe), "compute": getattr(torch, recipe.model.dtype), "adapters": recipe.adapters}
     options["value_head"] = "value head" in algorithm_of(recipe).scores.values()
     options["vocabulary"] = _known_vocabulary(recipe)
     options["undoable"] = recipe.trains_critic  # which may skip a batch that the policy has trained on
     dtype = recipe.model.dtype if recipe.adapters else recipe.trained_dtype  # of the model: a frozen one is not trained
+    model, parallel = _shared_model(recipe, dtype, coordinates, meeting)
+    return TorchTrainEngine(model, parallel=parallel, **options)
+
+
+def _shared_model(
+    recipe: Recipe, dtype: str, coordinates: RankCoordinates, meeting: Store | None
+) -> tuple[Any, Parallel | None]:
+    """Load the model of a train engine, and say how its ranks share the work: None for one rank."""
     if coordinates.world == 1:
-        from stages.engines.torch.train import TorchTrainEngine
-
-        return TorchTrainEngine(_model(recipe, dtype=dtype)[0], **options)
-    from stages.engines.torch.sharded import ShardedTrainEngine
-
-    return ShardedTrainEngine(**_of_rank(recipe, dtype, coordinates, meeting), **options)
-
-
-def _of_rank(recipe: Recipe, dtype: str, coordinates: RankCoordinates, meeting: Store | None) -> dict[str, Any]:
-    """What a train engine on several ranks is given beside the options of one: its model, and where the ranks meet."""
+        return _model(recipe, dtype=dtype)[0], None
     from torch.distributed import HashStore
+
+    from stages.engines.torch.parallel.sharded import Sharded
 
     with _LOADING:
         opened = model_skeleton(recipe.model.source, dtype=getattr(torch, dtype))
     model, weights = opened or (_model(recipe, dtype=dtype)[0], None)
-    return {
-        "model": model,
-        "weights": weights,
-        "coordinates": coordinates,
-        "store": meeting or HashStore(),
-        "timeout": recipe.launch.collective_timeout,
-    }
+    timeout = recipe.launch.collective_timeout
+    store = meeting or HashStore()
+    return model, Sharded(coordinates, weights=weights, store=store, timeout=timeout)
 
 
 def _train_options(recipe: Recipe) -> dict[str, Any]:

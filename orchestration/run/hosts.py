@@ -1,7 +1,7 @@
 """Hosts: processes on other machines that start workers of a run with the launcher of their own.
 
     head: launch ──▶ log ORDERS ────▶ the host of its place, or one with room: TAKEN_BY.put_once decides
-          wait   ◀── document EXIT ◀── its worker has ended
+          wait   ◀── document ENDING ◀── its worker has ended
           end    ──▶ document END ──▶ it ends the worker
           a host whose document BEAT does not change for LOST_SECONDS is lost, and its workers with it
 
@@ -22,6 +22,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -38,20 +39,20 @@ from orchestration.run.documents import (
     BEAT,
     DECLARED,
     END,
-    EXIT,
-    EXIT_FATAL,
+    ENDING,
     HEAD,
     HEADS_INDEX,
     HOSTS,
     LEAVE,
     ORDERS,
     OVER,
-    REASON,
     REWINDS,
     RUN_PATHS,
     RUN_RECIPE,
     TAKEN_BY,
     WAREHOUSE,
+    Ending,
+    EndKind,
 )
 from orchestration.run.kinds import kind_of, remote_workers
 from orchestration.run.launchers import LOST_SECONDS, ProcessLauncher, Pulse, beat
@@ -260,8 +261,9 @@ class Host:
                     "writes checkpoints, and this host does not have the run's folder; set checkpoint.url, or mount the "
                     "folder at the same path"
                 )
-                await REASON.put(self._index, f"{kind}-{number}: {refused}", name=name)
-                code = EXIT_FATAL
+                ending = Ending(reason=f"{kind}-{number}: {refused}")
+                await ENDING.put_once(self._index, ending, name=name)
+                code = EndKind.FATAL
                 return
             life = await launcher.launch(self._index.run, self._url, kind, number, name)
             _, code = await first_of(END.wait(self._index, LOST_SECONDS, name=name), life.wait())
@@ -271,7 +273,9 @@ class Host:
             if life is not None:
                 life.end()
                 await life.wait()
-            await EXIT.put(self._index, -signal.SIGKILL if code is None else code, name=name)
+            ending = await ENDING.get(self._index, name=name) or Ending()
+            ending = replace(ending, code=-signal.SIGKILL if code is None else code)
+            await ENDING.put(self._index, ending, name=name)
             self._devices.take_back((kind, number))
             del self._lives[name]
             self._room.set()

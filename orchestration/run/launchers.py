@@ -27,8 +27,7 @@ from orchestration.recipe.schema import Recipe
 from orchestration.run.documents import (
     BEAT,
     END,
-    EXIT,
-    EXIT_FAILED,
+    ENDING,
     HEAD,
     HOSTS,
     ORDERS,
@@ -36,6 +35,7 @@ from orchestration.run.documents import (
     PROCESS,
     TAKEN_BY,
     WAREHOUSE,
+    EndKind,
     Order,
 )
 from orchestration.run.kinds import remote_workers
@@ -63,7 +63,7 @@ class Life(Protocol):
         with what. Known once it has ended."""
 
     async def wait(self) -> int | None:
-        """Returns the exit code: 0, ``EXIT_FATAL``, ``EXIT_NOT_STARTED``, another one, or None where it is not known."""
+        """Returns the exit code, :class:`EndKind` or another one; None where it is not known."""
 
     def end(self) -> None:
         """End it now. Does nothing when it has ended."""
@@ -87,7 +87,9 @@ class InlineLife:
         await asyncio.wait([self._work])
         from orchestration.run.worker import exit_code
 
-        return EXIT_FAILED if self._work.cancelled() else exit_code(self._work.exception())
+        if self._work.cancelled():
+            return EndKind.FAILED
+        return exit_code(self._work.exception())
 
     def end(self) -> None:
         self._work.cancel()
@@ -278,7 +280,10 @@ class RemoteLife:
     async def _follow(self) -> int:
         placed, _ = await first_of(self._launcher.order(self._worker, self._name), self._end.wait())
         after, pulse, ordered = "", None, False
-        while (code := await EXIT.get(self._index, name=self._name)) is None:
+        while True:
+            ending = await ENDING.get(self._index, name=self._name)
+            if ending is not None and ending.code is not None:
+                return ending.code
             if self._end.is_set() and not ordered:
                 ordered = True
                 await END.put(self._index, True, name=self._name)
@@ -302,4 +307,3 @@ class RemoteLife:
                 self._index.woken(HOSTS, after, BEAT_SECONDS), *(() if ordered else (self._end.wait(),))
             )
             after = woken[0] or after
-        return code

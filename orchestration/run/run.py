@@ -57,6 +57,7 @@ from orchestration.run.documents import (
     RUN_PATHS,
     RUN_RECIPE,
     SCALE,
+    Ending,
 )
 from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import InlineLauncher, Launcher, ProcessLauncher, RemoteLauncher
@@ -64,7 +65,7 @@ from orchestration.run.lock import LOCK, RunError, RunLocked, lock_run
 from orchestration.run.paths import FIRST_ID, RECIPE, RunPaths
 from orchestration.run.storage import base_models
 from orchestration.run.storage.recorded import set_newer_aside, start_of, store_url
-from orchestration.run.supervisor import REWIND, Outcome, Supervisor, ending
+from orchestration.run.supervisor import REWIND, Outcome, Supervisor
 from orchestration.service.lifecycle import WHERE, shared_of
 from orchestration.service.registry import LIVE
 from pipeline.documents.flow import SECRET
@@ -466,7 +467,7 @@ async def _keep_index(
         while True:
             assert server.process is not None
             code = await Process.of(server.process.pid, server.process).wait()
-            reason = f"the embedded index {ending(code or 0)}"
+            reason = f"the embedded index {Ending(code)}"
             if budget.take(time.monotonic()):
                 raise RunError(f"{reason} and launch.max_restarts = {budget.most} is used up; see {server.log}")
             log.warning("the index died; starting it again", reason=reason)

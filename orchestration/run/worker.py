@@ -29,14 +29,12 @@ from orchestration.run import checkpoint
 from orchestration.run.builders.job import Job
 from orchestration.run.documents import (
     DECLARED,
-    EXIT_FAILED,
-    EXIT_FATAL,
-    EXIT_NOT_STARTED,
-    EXIT_REWIND,
+    ENDING,
     LEAVE,
-    REASON,
     RUN_PATHS,
     RUN_RECIPE,
+    Ending,
+    EndKind,
 )
 from orchestration.run.dropped import explained
 from orchestration.run.kinds import KINDS, kind_of
@@ -47,7 +45,7 @@ from pipeline.events import WorkerEvent
 from pipeline.first_of import cancel_all
 from pipeline.index.client import INDEX_VARIABLE, Index
 from pipeline.index.errors import IndexRefused, IndexUnreachable, TooManyDropped
-from pipeline.problems import Fatal, Passing
+from pipeline.problems import Fatal, Passing, ProblemError
 from pipeline.warehouse.dock import Dock
 from stages.training.update import SamplesGone
 
@@ -143,7 +141,7 @@ class Worker:
             first = _first(error)
             if not isinstance(first, asyncio.CancelledError):
                 log.error("worker failed", error=repr(first), trace="".join(traceback.format_exception(first)))
-                await REASON.put(self.index, _in_words(first), name=self.name)
+                await ENDING.put_once(self.index, ending_of(first), name=self.name)
                 raise first from first.__cause__
             raise
         finally:
@@ -189,9 +187,7 @@ class Worker:
     async def _refuse_first_work(self, error: BaseException, paths: RunPaths) -> None:
         """Raises CannotStart or NotStarted for an ``error`` before the run has trained a step: what an engine cannot compute
         then is its model, not a batch. Returns for errors of other processes, and for those that are fatal already."""
-        causes = [error]
-        while (cause := causes[-1].__cause__) is not None:
-            causes.append(cause)
+        causes = _causes(error)
         if any(isinstance(each, (*FATAL, *PASSING, IndexRefused)) for each in causes):
             return
         began = checkpoint.open_checkpoint(paths.start).version if paths.start and paths.start.is_dir() else 0
@@ -238,21 +234,41 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
+def _causes(error: BaseException) -> list[BaseException]:
+    """Returns ``error``, its cause, the cause of that, and so on."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    return causes
+
+
 def _in_words(error: BaseException) -> str:
     if isinstance(error, TooManyDropped):
         return explained(error)
     return str(error) if isinstance(error, CannotStart | NotStarted) else f"{type(error).__name__}: {error}"
 
 
-def exit_code(error: BaseException | None) -> int:
+def ending_of(error: BaseException) -> Ending:
+    """Returns why a worker that fails with ``error`` ends, without its exit code."""
+    fault = []
+    for cause in _causes(error):
+        fault.append(type(cause).__qualname__)
+        if isinstance(cause, ProblemError):
+            fault += [problem.key for problem in cause.problems]
+    for frame in traceback.extract_tb(cause.__traceback__, limit=-1):
+        fault.append(f"{frame.filename}:{frame.lineno}")
+    return Ending(reason=_in_words(error), fault=tuple(fault))
+
+
+def exit_code(error: BaseException | None) -> EndKind:
     """Returns the exit code of a worker that ended with ``error``."""
     if error is None:
-        return 0
+        return EndKind.DONE
     if isinstance(error, FATAL):
-        return EXIT_FATAL
+        return EndKind.FATAL
     if isinstance(error, SamplesGone):
-        return EXIT_REWIND
-    return EXIT_NOT_STARTED if isinstance(error, NotStarted) else EXIT_FAILED
+        return EndKind.REWIND
+    return EndKind.NOT_STARTED if isinstance(error, NotStarted) else EndKind.FAILED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -108,8 +108,8 @@ class Document(Generic[T]):
     def name(self, **fields: str | int) -> str:
         """The name with the values of its fields.
 
-        >>> Document("reason:{name}", str).name(name="rollout-0-17-a1b2c3")
-        'reason:rollout-0-17-a1b2c3'
+        >>> Document("leave:{name}", bool).name(name="rollout-0-17-a1b2c3")
+        'leave:rollout-0-17-a1b2c3'
         """
         return self.key.format(**fields)
 

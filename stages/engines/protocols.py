@@ -266,6 +266,13 @@ class RequestRefused(ProblemError, ValueError):
         super().__init__(Problem(field, None, wrong, fix), message=f"group {group}: {wrong}; {fix}")
 
 
+class ModelRefused(ProblemError, ValueError):
+    """An engine cannot run the model, or not with this parallelism. ``key``: model, tp or pp."""
+
+    def __init__(self, key: str, wrong: str, fix: str = "") -> None:
+        super().__init__(Problem(key, None, wrong, fix))
+
+
 class EngineFailed(RuntimeError):
     """The engine's computation failed (the cause is attached). Every iterator raises it, and no more tokens are made."""
 

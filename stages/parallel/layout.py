@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from pipeline.problems import Problem, ProblemError
 from stages.parallel.schedules import Action, Kind, filled, holder, orders
 
 Side = Literal["train", "rollout"]
@@ -32,8 +33,11 @@ _WORDS: dict[str, Any] = {
 """Fields of a layout that are no number of ranks."""
 
 
-class LayoutError(ValueError):
-    """A layout that is not valid or does not fit its model. Names the field, the value and the fix."""
+class LayoutError(ProblemError, ValueError):
+    """A layout that is not valid or does not fit its model. ``wrong`` has the value of ``key``."""
+
+    def __init__(self, key: str, wrong: str, fix: str) -> None:
+        super().__init__(Problem(key, None, wrong, fix))
 
 
 @dataclass(frozen=True)
@@ -82,18 +86,22 @@ class Layout:
         for name, value in vars(self).items():
             if name in _WORDS:
                 if value not in (known := get_args(_WORDS[name])):
-                    raise LayoutError(f"{name}: {value!r} is unknown; use {' or '.join(map(repr, known))}")
+                    fix = f"use {' or '.join(map(repr, known))}"
+                    raise LayoutError(name, f"{value!r} is unknown", fix)
             elif not isinstance(value, int | None) or (value is not None and value < 1):
-                raise LayoutError(f"{name}: {value!r} is no number of ranks; use a whole number >= 1")
+                wrong = f"{value!r} is no number of ranks"
+                raise LayoutError(name, wrong, "use a whole number >= 1")
         if self.pipeline == "zbv" and (self.pp == 1 or self.vpp != 2):
             sizes = f"pp={self.pp},vpp={self.vpp}"
-            raise LayoutError(f"pipeline: 'zbv' with {sizes}; use pp > 1 and vpp=2, or 'auto'")
+            raise LayoutError("pipeline", f"'zbv' with {sizes}", "use pp > 1 and vpp=2, or 'auto'")
         among, ranks = ("dp_shard", self.fsdp) if self.fsdp > 1 else ("dp_replicate", self.dp_replicate)
         shared = ranks * self.tp
         if shared % (self.ep * self.expert_tp):
             raise LayoutError(
-                f"ep: {self.ep} with etp = {self.expert_tp} does not divide the {shared} ranks of {among} · tp that "
-                f"experts are dealt out to; use a divisor of {shared} for ep · etp"
+                "ep",
+                f"{self.ep} with etp = {self.expert_tp} does not divide the {shared} ranks of "
+                f"{among} · tp that experts are dealt out to",
+                f"use a divisor of {shared} for ep · etp",
             )
 
     @classmethod
@@ -101,7 +109,8 @@ class Layout:
         """The layout of a train engine, by the keys of a recipe's section; experts are not split (``etp`` 1).
         ``dp``: copies times shards. Raises :class:`LayoutError`."""
         if dp % dp_replicate:
-            raise LayoutError(f"dp_replicate: {dp_replicate} does not divide dp = {dp}; use a divisor of it")
+            wrong = f"{dp_replicate} does not divide dp = {dp}"
+            raise LayoutError("dp_replicate", wrong, "use a divisor of it")
         return cls(dp_replicate=dp_replicate, dp_shard=dp // dp_replicate, etp=1, **sizes)
 
     @property
@@ -188,7 +197,7 @@ class Layout:
     def coordinates(self, rank: int) -> RankCoordinates:
         """Where ``rank`` sits. Raises :class:`LayoutError` for one outside the layout."""
         if not 0 <= rank < self.world:
-            raise LayoutError(f"rank: {rank} of {self.world}; ranks are counted from 0")
+            raise LayoutError("rank", f"{rank} of {self.world}", "ranks are counted from 0")
         stage, within = divmod(rank, self.stage_ranks)
         data, tp = divmod(within, self.tp)
         expert_rest, etp = divmod(within, self.expert_tp)
@@ -289,20 +298,17 @@ def parse_layout(text: str, side: Side) -> Layout:
         key, equals, value = (part.strip() for part in item.partition("="))
         name = {"dp": "dp_shard" if side == "train" else "dp_replicate"}.get(key, key)
         if name not in known:
-            names = ", ".join(known)
-            raise LayoutError(f"{side}.{key}: is no part of a layout; use dp, {names}, as in 'dp=2,tp=2'")
+            fix = f"use dp, {', '.join(known)}, as in 'dp=2,tp=2'"
+            raise LayoutError(key, "is no part of a layout", fix)
         if name in values:
-            raise LayoutError(f"{side}.{key}: {item!r} gives {name} a second time; give it once")
+            raise LayoutError(key, f"{item!r} gives {name} a second time", "give it once")
         if name in _WORDS:
             values[name] = value
             continue
         if not equals or not value.isdecimal():
-            raise LayoutError(f"{side}.{key}: {value!r} is no number of ranks; write for example {key}=2")
+            raise LayoutError(key, f"{value!r} is no number of ranks", f"write for example {key}=2")
         values[name] = int(value)
-    try:
-        return Layout(**values)
-    except LayoutError as error:
-        raise LayoutError(f"{side}.{error}") from None
+    return Layout(**values)
 
 
 ALONE = Layout().coordinates(0)

@@ -194,12 +194,14 @@ def model_state(config: Any, dtype: torch.dtype | None = None) -> ModelState:
 
     text = config.get_text_config()
     if not (heads := getattr(text, "num_attention_heads", None)):
-        raise LayoutError(f"num_attention_heads: {config.model_type} has none; use a decoder with attention")
+        wrong = f"{config.model_type} has none"
+        raise LayoutError("num_attention_heads", wrong, "use a decoder with attention")
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise LayoutError(
-            f"num_attention_heads: {heads} is no multiple of num_key_value_heads = {kv_heads}; "
-            "query heads share key-value heads in equal groups, so correct the config"
+            "num_attention_heads",
+            f"{heads} is no multiple of num_key_value_heads = {kv_heads}",
+            "query heads share key-value heads in equal groups, so correct the config",
         )
     with torch.device("meta"):
         wanted = {"dtype": dtype} if dtype else {}
@@ -366,7 +368,8 @@ def check_stages(model: ModelState, layout: Layout) -> None:
     """Raises :class:`LayoutError` for more virtual stages than layers."""
     if layout.virtual_stages > model.layers:
         of = f"{layout.pp} stages" + (f" of {layout.vpp} parts" if layout.vpp > 1 else "")
-        raise LayoutError(f"pp: {of} are more than the {model.layers} layers; use pp <= {model.layers // layout.vpp}")
+        wrong = f"{of} are more than the {model.layers} layers"
+        raise LayoutError("pp", wrong, f"use pp <= {model.layers // layout.vpp}")
 
 
 def _check(model: ModelState, layout: Layout) -> None:
@@ -374,13 +377,16 @@ def _check(model: ModelState, layout: Layout) -> None:
     experts = max((p.shape[0] for p in model.parameters if p.expert), default=0)
     if layout.ep > 1 and layout.ep > experts:
         have = f"{experts} experts" if experts else "no experts"
-        raise LayoutError(f"ep: {layout.ep} for a model with {have}; use ep <= {max(experts, 1)}")
+        wrong = f"{layout.ep} for a model with {have}"
+        raise LayoutError("ep", wrong, f"use ep <= {max(experts, 1)}")
     if layout.tp > 1:
         for parameter in model.parameters:
             if not parameter.rule_known:
+                cut = f"{parameter.name} {list(parameter.shape)}"
                 raise LayoutError(
-                    f"tp: {layout.tp}, but how tensor parallelism cuts {parameter.name} {list(parameter.shape)} is "
-                    "not known; use tp=1, or add its rule to stages/parallel/placement.py"
+                    "tp",
+                    f"{layout.tp}, but how tensor parallelism cuts {cut} is not known",
+                    "use tp=1, or add its rule to stages/parallel/placement.py",
                 )
 
 

@@ -9,6 +9,7 @@ task      its options
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ MOST_FAULTS = 10  # of the rows of one source
 class PromptCheck:
     """Reads the rows that ``options`` name. :meth:`faults` sets
 
-    ``conversation``  where the first conversation is; "": there is none
+    ``conversation``  the first row that is a conversation; "": there is none
     ``columns``       of the rows that were read, without the prompt's; ``changes``: of their values
     ``examples``      the first sound row and where it is, and the first with a response of several messages
     ``rows``          number of the source's rows; None: it is not known
@@ -56,21 +57,30 @@ class PromptCheck:
         self._pieces = parse_template(options.template)
 
     def faults(self) -> Iterator[PromptError]:
-        """Yield what is wrong: at most :data:`MOST_FAULTS`, and then one that says that there are more."""
-        source = self.options.path or self.options.task
+        """Yield what is wrong: at most :data:`MOST_FAULTS`, and then one that says that there are
+        more. Those without a key of their own are about the source's path or task."""
         try:
             for count, fault in enumerate(self._faults(), 1):
                 if count > MOST_FAULTS:
-                    yield PromptError(f"{self.options.path} has more such rows", "correct these first")
+                    yield self._keyed(PromptError("has more such rows", "correct these first"))
                     return
                 self.has_faults = True
-                yield fault
+                yield self._keyed(fault)
         except PromptError as error:
             self.has_faults = True
-            yield error
+            yield self._keyed(error)
         except Exception as error:  # of a library that reads a file
             self.has_faults = True
-            yield PromptError(f"{source} cannot be read ({type(error).__name__}: {error})", "correct it")
+            wrong = f"cannot be read ({type(error).__name__}: {error})"
+            yield self._keyed(PromptError(wrong, "correct it"))
+
+    def _keyed(self, fault: PromptError) -> PromptError:
+        (problem,) = fault.problems
+        if problem.key != "prompts":
+            return fault
+        name = "path" if self.options.path is not None else "task"
+        value = getattr(self.options, name)
+        return PromptError(problem.wrong, problem.fix, f"prompts.{name}", value)
 
     def _faults(self) -> Iterator[PromptError]:
         options, path = self.options, str(self.options.path)
@@ -102,7 +112,7 @@ class PromptCheck:
         yield from check(of.files)
         self.about = of.describe(self.rows)
         if self.rows == 0:
-            yield PromptError(f"{path} has no rows", "give a file with prompts")
+            yield PromptError("has no rows", "give a file with prompts")
 
     def _check_jsonl(self, files: Sequence[Path]) -> Iterator[PromptError]:
         rows = 0
@@ -110,12 +120,12 @@ class PromptCheck:
             for number, line in lines(path):
                 if line is None or not self.reading.spend(rows=1, nbytes=len(line)):
                     return  # a line that is too long costs too much to skip here
-                where = f"{path}, line {number}"
+                place = f"line {number}"
                 try:
-                    row = parse_line(line, where)
+                    row = parse_line(line, self._where(path, place))
                     rows += row is not None
                     if row is not None:
-                        self._check_row(row, where)
+                        self._check_row(row, path, place)
                 except PromptError as error:
                     yield error
                     rows += 1
@@ -123,7 +133,13 @@ class PromptCheck:
                         return
         self.rows = rows
 
-    def _check_row(self, row: Any, where: str) -> None:
+    def _where(self, path: Path, row: str = "") -> str:
+        """Where ``row`` of the file at ``path`` is within the source, a file or a folder."""
+        inside = os.path.relpath(path.expanduser(), Path(str(self.options.path)).expanduser())
+        return ", ".join(filter(None, ["" if inside == "." else inside, row]))
+
+    def _check_row(self, row: Any, path: Path, place: str) -> None:
+        where = self._where(path, place)
         column = self.options.column
         row = plain_row(row, where, self.options.leave_out, self.changes)
         row = with_prompt(row, column, self.options.responses, where)
@@ -138,7 +154,7 @@ class PromptCheck:
         responses = responses_in(fields, self.options.responses, where)
         has_turns = any(not isinstance(response, str) and len(response) > 1 for response in responses)
         if not self.examples or (has_turns and not self._has_turns):
-            self.examples.append((row, where))
+            self.examples.append((row, f"{path}, {place}"))
             self._has_turns = has_turns
 
     def _check_parquet(self, files: Sequence[Path]) -> Iterator[PromptError]:
@@ -151,7 +167,7 @@ class PromptCheck:
                 return
             with open_file(path) as opened, pq.ParquetFile(opened) as parquet:
                 if parquet.num_row_groups:
-                    self._check_columns(str(path), parquet.schema_arrow.names)
+                    self._check_columns(path, parquet.schema_arrow.names)
                 rows += parquet.metadata.num_rows
             self.columns |= {part.partition("=")[0] for part in path.parts if "=" in part}  # as Hive names folders
         self.rows = rows
@@ -179,7 +195,7 @@ class PromptCheck:
                 if not self.reading.spend(rows=1):
                     return
                 try:
-                    self._check_row(row, f"{path}, row {number}")
+                    self._check_row(row, path, f"row {number}")
                 except PromptError as error:
                     yield error
 
@@ -194,10 +210,11 @@ class PromptCheck:
         else:
             choose_split(path, split, None)
         if not (folder / "state.json").is_file():
-            raise PromptError(f"{folder} has no state.json", "give a folder that save_to_disk has written")
+            wrong = f"has no {self._where(folder / 'state.json')}"
+            raise PromptError(wrong, "give a folder that save_to_disk has written")
         columns = _json_object(folder / "dataset_info.json").get("features")
         if isinstance(columns, Mapping):
-            self._check_columns(str(folder), list(columns))
+            self._check_columns(folder, list(columns))
         files = [
             folder / Path(str(data["filename"])).name
             for data in _json_object(folder / "state.json").get("_data_files") or ()
@@ -234,13 +251,13 @@ class PromptCheck:
                     return
                 yield rows
 
-    def _check_columns(self, where: str, columns: list[str]) -> None:
+    def _check_columns(self, path: Path, columns: list[str]) -> None:
         """Check the columns of a schema."""
         column, responses = self.options.column, self.options.responses
         is_whole = len(responses) == 1 and responses[0] in columns  # perhaps conversations, as their rows show
         if column not in columns and not is_whole:
-            has = f"it has {sorted(columns)}"
-            raise PromptError(f"{where} has no column {column!r} ({has})", "set prompts.column")
+            has = f"{self._where(path) or 'it'} has {sorted(columns)}"
+            raise PromptError(f"has no column {column!r} ({has})", "set prompts.column")
         self.columns |= set(columns) - {column, *self.options.leave_out}
         self.has_columns = True
 

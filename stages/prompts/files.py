@@ -130,28 +130,30 @@ def lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
             head = file.peek(8) if hasattr(file, "peek") else b""
             for magic, (wrong, fix) in FORMATS.items():
                 if head.startswith(magic):
-                    raise PromptError(f"{path} {wrong}, not JSON Lines in UTF-8", f"{fix}")
+                    raise path_error(path, f"{wrong}, not JSON Lines in UTF-8", fix)
             number = 0
             while raw := file.readline(LINE_BYTES):
                 if len(raw) == LINE_BYTES and not raw.endswith(b"\n"):
                     number += 1
                     yield number, None
-                    _skip_line(file, f"{path}, line {number}")
+                    _skip_line(file, path, number)
                     continue
                 for line in raw.splitlines():  # also at a carriage return alone
                     number += 1
                     yield number, line
         except OSError as error:
-            raise PromptError(f"{path} cannot be read ({error})", "give a file that can be read") from error
+            fix = "give a file that can be read"
+            raise path_error(path, f"cannot be read ({error})", fix) from error
 
 
-def _skip_line(file: BinaryIO, where: str) -> None:
+def _skip_line(file: BinaryIO, path: Path, number: int) -> None:
     """Read the rest of a line. Raises PromptError after :data:`MOST_SKIPPED` bytes."""
     for _ in range(MOST_SKIPPED // SKIP_BYTES):
         raw = file.readline(SKIP_BYTES)
         if len(raw) < SKIP_BYTES or raw.endswith(b"\n"):
             return
-    raise PromptError(f"{where} has more than {MOST_SKIPPED >> 30} GiB", "write one JSON object on each line")
+    wrong = f"line {number} has more than {MOST_SKIPPED >> 30} GiB"
+    raise path_error(path, wrong, "write one JSON object on each line")
 
 
 def parse_line(line: bytes, where: str) -> Row | None:

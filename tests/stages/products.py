@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.parallel import model_of as larger_model
 from stages.adapters.options import AdapterOptions
-from stages.engines.torch.sharded import ShardedTrainEngine
+from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
 from stages.flow.catalogue import ROUTED
 from stages.parallel.layout import Layout, RankCoordinates
@@ -27,6 +27,7 @@ from tests.stages.sharded import (
     differing,
     gradients_of_step,
     model_of,
+    parallel_of,
     positions,
     share,
     weights_of,
@@ -40,7 +41,7 @@ def name_of(chosen: Mapping[str, int], options: Mapping[str, Any] | None = None)
 
 def first_step(ranks: RankCoordinates, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """A step in float32, and :func:`after_steps`, by a rank. Gradients are of the parameters that it has."""
-    engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
+    engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **options})
     logprobs = [row.tolist() for row in engine.logprobs(share(ranks)).unbind()]
     gradients, metrics = gradients_of_step(engine, share(ranks), algorithm())
     of_rank = {name: value.numpy() for name, value in gradients.items()}
@@ -50,7 +51,7 @@ def first_step(ranks: RankCoordinates, kind: str, options: Mapping[str, Any]) ->
 def after_steps(ranks: RankCoordinates | None, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """All weights after three steps, in float64, by one process (None) or a rank."""
     model, options = model_of(kind, dtype=torch.float64), {**OPTIONS, "grad_clip": 0.5, "weight_decay": 0.1, **given}
-    engine = TorchTrainEngine(model, **options) if ranks is None else ShardedTrainEngine(model, ranks, **options)
+    engine = TorchTrainEngine(model, parallel=parallel_of(ranks), **options)
     for seed in range(3):
         batch = make_batch(seed=seed) if ranks is None else share(ranks, seed=seed)
         engine.train_batch(batch, algorithm())
@@ -63,7 +64,7 @@ def of_context(ranks: RankCoordinates, kind: str, options: Mapping[str, Any]) ->
     found: dict[str, Any] = {"fed": []}
     variants: dict[str, dict[str, Any]] = {"first": {}, "second": {}, "again": {"activation_checkpointing": True}}
     for name, more in (variants | {"half": {"compute": torch.bfloat16}}).items():
-        engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options, **more})
+        engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **options, **more})
         layer, fed = engine.model.base_model.layers[0], found["fed"] if name == "first" else []
         layer.register_forward_pre_hook(lambda _, given, fed=fed: fed.append(given[0].shape[1]))
         gradients, _ = gradients_of_step(engine, share(ranks), algorithm())
@@ -76,7 +77,7 @@ def of_tokens(ranks: RankCoordinates, kind: str) -> dict[str, Any]:
     and, on this rank, of each norm between blocks."""
     found: dict[str, Any] = {"fed": [], "norms": []}
     for again in (True, False):
-        engine = ShardedTrainEngine(model_of(kind), ranks, **OPTIONS, activation_checkpointing=again)
+        engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **OPTIONS, activation_checkpointing=again)
         decoder: Any = engine.model.base_model
         for seen in found["fed"], found["norms"]:
             seen.clear()
@@ -91,7 +92,8 @@ def of_tokens(ranks: RankCoordinates, kind: str) -> dict[str, Any]:
 
 def bytes_of_long_rows(ranks: RankCoordinates, tokens: int, options: Mapping[str, Any]) -> int:
     """The most bytes that a rank holds at one time in a step of two responses of so many tokens, beyond those before it."""
-    engine = ShardedTrainEngine(larger_model(128, False), ranks, **{**OPTIONS, "token_budget": 1024, **options})
+    of = {**OPTIONS, "token_budget": 1024, **options}
+    engine = TorchTrainEngine(larger_model(128, False), parallel=Sharded(ranks), **of)
     batch = make_batch([(16, (tokens - 16, tokens - 16))])
     engine.train_batch(batch, algorithm())  # makes AdamW's moments
     memory = Allocations()
@@ -110,9 +112,7 @@ def replayed(ranks: RankCoordinates | None, options: Mapping[str, Any]) -> dict[
         row[ROUTED] = order[..., :2].flatten().to(torch.uint8)
     batch = stack(rows if ranks is None else [rows[at] for at in positions(ranks.layout.replicas)[ranks.replica]])
     model = model_of("experts")
-    engine = (
-        TorchTrainEngine(model, **OPTIONS) if ranks is None else ShardedTrainEngine(model, ranks, **OPTIONS, **options)
-    )
+    engine = TorchTrainEngine(model, parallel=parallel_of(ranks), **OPTIONS, **options)
     logprobs = [row.tolist() for row in engine.logprobs(batch).unbind()]
     gradients, metrics = gradients_of_step(engine, batch, algorithm())
     of_rank = {name: value.numpy() for name, value in gradients.items()}
@@ -125,11 +125,13 @@ def of_experts(ranks: RankCoordinates, folder: str) -> dict[str, Any]:
     tokens that were fed, and given to each expert of each layer."""
     found: dict[str, Any] = {"differing": differing(ranks, {"experts": folder}, torch.float32)}
     for name, again in (("again", True), ("first", False), ("second", False)):
-        engine = ShardedTrainEngine(model_of("experts"), ranks, **OPTIONS, activation_checkpointing=again)
+        engine = TorchTrainEngine(
+            model_of("experts"), parallel=Sharded(ranks), **OPTIONS, activation_checkpointing=again
+        )
         gradients, metrics = gradients_of_step(engine, share(ranks), algorithm())
         found[name] = {key: value.numpy() for key, value in gradients.items()}
         found[f"{name} weights"] = {key: value.numpy() for key, value in weights_of(engine).items()}
-        counts = engine._total_of_tokens(engine.expert_load.counts)
+        counts = engine.parallel.total_of_tokens(engine.packed_model.expert_load.counts)
         found[f"{name} load"] = (metrics["fed_tokens"], counts.tolist(), metrics["max_expert_load"])
     return found
 
@@ -140,7 +142,7 @@ def figure_three(ranks: RankCoordinates, rollout: Layout) -> int:
     state, ended = model_state(model_of("experts").config, torch.float32), []
     plan = plan_reshard(train_placement(state, ranks.layout), place(state, rollout, names="vllm"), bucket_bytes=4096)
     for swapping in (False, True):
-        engine = ShardedTrainEngine(model_of("experts"), ranks, **OPTIONS)
+        engine = TorchTrainEngine(model_of("experts"), parallel=Sharded(ranks), **OPTIONS)
         swap = Swap(plan, ranks.rank, engine.shards(), engine.held, device=engine.device)
         for step in range(2):
             engine.train_batch(share(ranks, seed=step), algorithm())
@@ -172,7 +174,7 @@ def of_stages(ranks: RankCoordinates, kind: str, folder: str) -> dict[str, Any]:
     if ranks.layout.pipeline == "auto":
         variants["adapters"] = {"adapters": adapters}
     for name, more in variants.items():
-        engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **more})
+        engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **more})
         gradients, _ = gradients_of_step(engine, share(ranks), algorithm())
         found[name] = {key: value.float().numpy() for key, value in gradients.items()}
         if name == "first":
@@ -189,7 +191,7 @@ def swapped_stages(ranks: RankCoordinates, kind: str) -> None:
     target = place(state, Layout(dp_replicate=ranks.world // 2, tp=2), names="vllm")
     plan = plan_reshard(train_placement(state, ranks.layout), target, bucket_bytes=4096)
     for swapping in (False, True):
-        engine = ShardedTrainEngine(model_of(kind), ranks, **OPTIONS)
+        engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **OPTIONS)
         swap = Swap(plan, ranks.rank, engine.shards(), engine.held, device=engine.device)
         for step in range(2):
             engine.train_batch(share(ranks, seed=step), algorithm())

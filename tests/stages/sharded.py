@@ -30,11 +30,11 @@ from stages.algorithms.policy_gradient.ppo import PPO
 from stages.algorithms.supervised.dpo import DPO
 from stages.engines.plans import GroupShape, deal
 from stages.engines.torch import layers as torch_layers
-from stages.engines.torch import sharded as torch_sharded
-from stages.engines.torch.critic import ShardedCriticEngine, TorchCriticEngine
+from stages.engines.torch.critic import TorchCriticEngine
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.layers import rms_norm
-from stages.engines.torch.sharded import ShardedTrainEngine, _whole
+from stages.engines.torch.parallel import sharded as torch_sharded
+from stages.engines.torch.parallel.sharded import Sharded, whole
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import model_skeleton
 from stages.parallel.layout import Layout, RankCoordinates
@@ -115,6 +115,11 @@ def share(ranks: RankCoordinates, how: str = "dealt", seed: int = 0) -> TensorDi
     return stack([rows[at] for at in positions(ranks.layout.replicas, how)[ranks.replica]])
 
 
+def parallel_of(ranks: RankCoordinates | None) -> Sharded | None:
+    """What shares an engine's work: None in one process."""
+    return Sharded(ranks) if ranks is not None else None
+
+
 def algorithm(normalization: Any = "token") -> GRPO:
     return GRPO(kl_coef=0.1, loss_normalization=normalization)
 
@@ -129,9 +134,9 @@ def gradients_of_step(engine: Any, batch: TensorDict, of: Any) -> tuple[dict[str
 
     def record(*_: Any) -> None:
         for name, parameter in engine.model.named_parameters():
-            trained = engine._trained[name] if name in engine._copies else parameter
+            trained = engine.trained[name] if name in engine.parallel.copies else parameter
             if parameter.requires_grad:
-                seen[name] = _whole(trained.grad).clone()
+                seen[name] = whole(trained.grad).clone()
 
     handle = engine._optimizer.register_step_pre_hook(record)
     metrics = dict(engine.train_batch(batch, of))
@@ -144,7 +149,7 @@ def one_step(
 ) -> dict[str, Any]:
     """A step on this rank's share, with what one would want to know of it."""
     torch.manual_seed(0)
-    engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
+    engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **options})
     batch = share(ranks, how)
     logprobs = engine.logprobs(batch).unbind()
     gradients, metrics = gradients_of_step(engine, batch, algorithm(normalization))
@@ -155,7 +160,8 @@ def one_step(
     again = engine.train_batch(batch, algorithm(normalization))
     state = engine.state_dict()
     shards = {name: tuple(value.to_local().shape) for name, value in state["exp_avg"].items()}
-    copies = {n: p.to_local().clone() for n, p in engine._sharded.items() if engine._meshes.copies(p) > 1}
+    parallel = engine.parallel
+    copies = {n: p.to_local().clone() for n, p in parallel.sharded.items() if parallel.meshes.copies(p) > 1}
     return {
         "metrics": metrics,
         "again": dict(again),
@@ -163,7 +169,7 @@ def one_step(
         "gradients": _plain(gradients) if ranks.rank == 0 else {},
         "weights": _plain(weights_of(engine)),
         "shards": shards,
-        "held": sum(p.untyped_storage().nbytes() for p in engine._trained.values()),
+        "held": sum(p.untyped_storage().nbytes() for p in engine.trained.values()),
         "copies": _plain(copies),
         "passes": len(passes),
         "fast_norms": len(norms),
@@ -182,7 +188,7 @@ def value_steps(
     with a ``folder`` a checkpoint in it."""
     made = model_of("llama")
     of = {**OPTIONS, **options, "value_head": True}
-    engine = TorchTrainEngine(made, **of) if ranks is None else ShardedTrainEngine(made, ranks, **of)
+    engine = TorchTrainEngine(made, parallel=parallel_of(ranks), **of)
     metrics = []
     for seed in range(2):
         rows = unstack(make_batch(seed=seed))
@@ -194,7 +200,7 @@ def value_steps(
         writer = checkpoint.Writer(engine, ranks.rank if ranks else 0)
         writer.copy()
         writer.write(Path(folder))
-    head = {name: value.detach() for name, value in engine._value_head.items()}
+    head = {name: value.detach() for name, value in engine.value_head.items()}
     return {"metrics": metrics, "head": _plain(head), "weights": _plain(weights_of(engine))}
 
 
@@ -202,7 +208,7 @@ def critic_steps(ranks: RankCoordinates | None, kind: str, folder: str, options:
     """Two steps of a critic of its own, by one process (None) or a rank: metrics, and the values before each step and after
     the last one. A rank writes a checkpoint into ``folder``."""
     made, of = model_of(kind), {**OPTIONS, **options}
-    engine = TorchCriticEngine(made, **of) if ranks is None else ShardedCriticEngine(made, coordinates=ranks, **of)
+    engine = TorchCriticEngine(made, parallel=parallel_of(ranks), **of)
     learning = PPO(critic="own").critic_algorithm()
     metrics, values = [], []
     for seed in range(3):
@@ -226,14 +232,14 @@ def critic_steps(ranks: RankCoordinates | None, kind: str, folder: str, options:
 
 def steps(ranks: RankCoordinates, kind: str, count: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     """``count`` steps; metrics of each and the weights at the end."""
-    engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
+    engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **options})
     metrics = [dict(engine.train_batch(share(ranks, seed=seed), algorithm())) for seed in range(count)]
     return [*metrics, _plain(weights_of(engine))]
 
 
 def saved(ranks: RankCoordinates, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """A step, and a checkpoint after it, as the ranks of a run write it: beside the next step."""
-    engine = ShardedTrainEngine(model_of(kind), ranks, **{**OPTIONS, **options})
+    engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **{**OPTIONS, **options})
     engine.train_batch(share(ranks, seed=0), algorithm())
     state, writer = whole_state(engine), checkpoint.Writer(engine, ranks.rank)
     writer.copy()
@@ -249,7 +255,7 @@ def resumed(
     ranks: RankCoordinates, kind: str, folder: str, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state of other weights after that checkpoint was loaded into them, and after one step more."""
-    engine = ShardedTrainEngine(model_of(kind, seed=9), ranks, **{**OPTIONS, **options})
+    engine = TorchTrainEngine(model_of(kind, seed=9), parallel=Sharded(ranks), **{**OPTIONS, **options})
     checkpoint.Checkpoint(Path(folder), 1, {}, []).load_into(engine)
     before = whole_state(engine)
     engine.train_batch(share(ranks, seed=1), algorithm())
@@ -260,7 +266,7 @@ def whole_state(engine: Any) -> dict[str, Any]:
     """``engine.state_dict()`` with whole tensors, flat."""
     state = engine.state_dict()
     tensors = {
-        f"{part}/{name}": _whole(value)
+        f"{part}/{name}": whole(value)
         for part in ("model", "exp_avg", "exp_avg_sq")
         for name, value in state[part].items()
     }
@@ -270,7 +276,7 @@ def whole_state(engine: Any) -> dict[str, Any]:
 def written(ranks: RankCoordinates, kind: str, folder: str, file_bytes: int) -> None:
     """A Hugging Face checkpoint of bfloat16 compute over float32 weights, in files of at most ``file_bytes``."""
     torch_sharded.FILE_BYTES = file_bytes
-    engine = ShardedTrainEngine(model_of(kind), ranks, compute=torch.bfloat16, **OPTIONS)
+    engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), compute=torch.bfloat16, **OPTIONS)
     engine.save_pretrained(Path(folder))
 
 
@@ -279,12 +285,12 @@ def opened(ranks: RankCoordinates, folder: str) -> dict[str, Any]:
     return _plain(weights_of(sharded_by_files(ranks, folder, torch.float32)))
 
 
-def sharded_by_files(ranks: RankCoordinates, folder: str, dtype: torch.dtype, **options: Any) -> ShardedTrainEngine:
+def sharded_by_files(ranks: RankCoordinates, folder: str, dtype: torch.dtype, **options: Any) -> TorchTrainEngine:
     """An engine that reads its shards of the checkpoint itself."""
     skeleton = model_skeleton(folder, dtype=dtype)
     assert skeleton is not None
     model, files = skeleton
-    return ShardedTrainEngine(model, ranks, weights=files, **{**OPTIONS, **options})
+    return TorchTrainEngine(model, parallel=Sharded(ranks, weights=files), **{**OPTIONS, **options})
 
 
 def differing(ranks: RankCoordinates, folders: dict[str, str], dtype: torch.dtype) -> list[str]:
@@ -299,7 +305,7 @@ def differing(ranks: RankCoordinates, folders: dict[str, str], dtype: torch.dtyp
             [*engine.model.named_parameters(), *engine.model.named_buffers()],
             strict=True,
         ):
-            value = _whole(shard.detach())
+            value = whole(shard.detach())
             if name != other or value.dtype != wanted.dtype or not torch.equal(value, wanted):
                 found.append(f"{family}: {name}")
     return found
@@ -329,13 +335,13 @@ def bytes_at_loading(ranks: RankCoordinates, folder: str, dtype: torch.dtype) ->
     assert skeleton is not None
     model, files = skeleton
     counting = CountingFiles(files)
-    torch_sharded.take_over = lambda engine: memory.stop()
-    engine = ShardedTrainEngine(model, ranks, weights=counting, **OPTIONS)
+    torch_sharded.install_packed_attention = lambda *_: memory.stop()
+    engine = TorchTrainEngine(model, parallel=Sharded(ranks, weights=counting), **OPTIONS)
     mapping = (
         (Path(folder) / "model.safetensors").stat().st_size
     )  # counted by tensor: pages that nobody reads take no memory
     sizes = [size for size in memory.sizes() if abs(size) != mapping]
-    shard = sum(p.to_local().untyped_storage().nbytes() for p in engine._sharded.values())
+    shard = sum(p.to_local().untyped_storage().nbytes() for p in engine.parallel.sharded.values())
     assert sum(sizes) >= shard, "the profiler has seen what the shard takes"
     return max(itertools.accumulate(sizes)) + counting.most, shard
 
@@ -346,7 +352,7 @@ def mixed_steps(ranks: RankCoordinates, count: int) -> dict[str, Any]:
     if ranks.world == 1:
         engine = TorchTrainEngine(model_of("qwen3"), **options)
     else:
-        engine = ShardedTrainEngine(model_of("qwen3"), ranks, **options)
+        engine = TorchTrainEngine(model_of("qwen3"), parallel=Sharded(ranks), **options)
     seen: dict[str, str] = {}
     layer = engine.model.model.layers[0]
     layer.mlp.register_forward_hook(lambda module, args, out: seen.update(computed=str(out.dtype)))
@@ -363,14 +369,14 @@ def mixed_steps(ranks: RankCoordinates, count: int) -> dict[str, Any]:
         "logprobs": first,
         "gradients": _plain(gradients),
         "loss": metrics["loss"],
-        "masters": _plain({name: _whole(value) for name, value in engine.state_dict()["model"].items()}),
+        "masters": _plain({name: whole(value) for name, value in engine.state_dict()["model"].items()}),
         "weights": _plain(published),
     }
 
 
 def left_alone(ranks: RankCoordinates) -> str:
     """Rank 0 makes a step that rank 1 does not make; what it is metrics then."""
-    engine, message = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS), ""
+    engine, message = TorchTrainEngine(model_of("llama"), parallel=Sharded(ranks), **OPTIONS), ""
     if ranks.rank == 0:
         try:
             engine.train_batch(share(ranks), algorithm())
@@ -386,7 +392,7 @@ def taking_turns(ranks: RankCoordinates, kind: str, compute: str, device: str = 
     ended = []
     for swapping in (False, True):
         options = {**OPTIONS, "device": device, "compute": getattr(torch, compute)}
-        engine = ShardedTrainEngine(model_of(kind), ranks, **options)
+        engine = TorchTrainEngine(model_of(kind), parallel=Sharded(ranks), **options)
         decoder = TorchDecoder(model_of(kind, dtype=getattr(torch, compute)), engine.device, packed=False)
         names, dtype = ("vllm" if decoder.fused else "hf"), getattr(torch, compute)
         plan = plan_reshard(
@@ -431,7 +437,7 @@ def of_masked(ranks: RankCoordinates | None) -> TensorDict:
 def masked_step(ranks: RankCoordinates) -> dict[str, float]:
     from tests.stages.engines.torch.test_train import tiny_llama
 
-    engine = ShardedTrainEngine(tiny_llama(), ranks, **OPTIONS)
+    engine = TorchTrainEngine(tiny_llama(), parallel=Sharded(ranks), **OPTIONS)
     return dict(engine.train_batch(of_masked(ranks), GRPO()))
 
 
@@ -479,7 +485,7 @@ def optimizer_steps(
     for case in cases:
         of = {**OPTIONS, **options, "value_head": case["kind"] == "ppo"}
         model = model_of("llama", dtype=torch.float64)
-        engine = TorchTrainEngine(model, **of) if ranks is None else ShardedTrainEngine(model, ranks, **of)
+        engine = TorchTrainEngine(model, parallel=parallel_of(ranks), **of)
         rows, algorithm = batch_of_case(case), algorithm_of_case(case)
         if ranks is not None and how == "lopsided":
             rows = (
@@ -498,8 +504,9 @@ def optimizer_steps(
             own = {(piece.group + 40, row) for piece in shares[ranks.replica] for row in piece.rows}
             rows = [row for row in rows if (int(row["group"]), int(row["place"])) in own]
         norms: list[float] = []
-        clip = engine._clip
-        engine._clip = lambda norms=norms, clip=clip: norms.append(clip()) or norms[-1]  # type: ignore[method-assign]
+        parallel: Any = engine.parallel
+        clip = parallel.clip
+        parallel.clip = lambda *of, norms=norms, clip=clip: norms.append(clip(*of)) or norms[-1]
         metrics = dict(engine.train_batch(stack(rows), algorithm))
         weights = {name: value.numpy().copy() for name, value in weights_of(engine).items()}
         found.append({"norms": norms, "metrics": metrics, "weights": weights})
@@ -516,30 +523,33 @@ def batch_with_rewards(seed: int) -> TensorDict:
 @contextmanager
 def spoiled(engine: Any, at: int, what: str = "gradient") -> Iterator[None]:
     """Meanwhile this process has a gradient, or a loss, that is no number in optimizer step ``at``, counted from 1."""
-    calls, clip, add_up = itertools.count(1), engine._clip, engine.reduce_metrics
+    parallel = engine.parallel
+    calls, clip, add_up = itertools.count(1), parallel.clip, parallel.reduce_metrics
 
-    def spoiling_clip() -> float:
+    def spoiling_clip(*of: Any) -> float:
         if what == "gradient" and next(calls) == at:
-            owner = engine._sharded if isinstance(engine, ShardedTrainEngine) else engine._trained
+            owner = getattr(parallel, "sharded", engine.trained)
             gradients = [parameter.grad for parameter in owner.values() if parameter.grad is not None]
             getattr(gradients[0], "_local_tensor", gradients[0]).fill_(torch.nan)
-        return float(clip())
+        return float(clip(*of))
 
     def spoiling_sums(metrics: dict[str, float], everywhere: bool) -> dict[str, float]:
         added: dict[str, float] = add_up(metrics, everywhere)
         return added | {"loss": torch.nan} if what == "loss" and next(calls) == at else added
 
-    engine._clip, engine.reduce_metrics = spoiling_clip, spoiling_sums
+    parallel.clip, parallel.reduce_metrics = spoiling_clip, spoiling_sums
     try:
         yield
     finally:
-        engine._clip, engine.reduce_metrics = clip, add_up
+        parallel.clip, parallel.reduce_metrics = clip, add_up
 
 
 def skipped_on_ranks(ranks: RankCoordinates, where: str) -> dict[str, Any]:
     """Three batches of two epochs and two mini-batches. Of the second one the last rank has something that is no number:
     the rows of its last group, a gradient or a loss."""
-    engine = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS, warmup_steps=8, compute=torch.bfloat16)
+    engine = TorchTrainEngine(
+        model_of("llama"), parallel=Sharded(ranks), **OPTIONS, warmup_steps=8, compute=torch.bfloat16
+    )
     several, is_last = algorithm().model_copy(update={"epochs": 2, "mini_batches": 2}), ranks.rank == ranks.world - 1
     engine.train_batch(share(ranks, seed=0), several)
     before = whole_state(engine)

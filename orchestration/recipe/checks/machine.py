@@ -41,7 +41,6 @@ from pipeline.warehouse.arena import shared_memory_directory
 from stages.device_names import device_fault
 from stages.engines.registry import BUILT_IN, Side, engine_names
 from stages.prompts.file_checks import PromptCheck
-from stages.prompts.options import PromptOptions
 from stages.rewards.registry import RESERVED, RewardError, RewardFunctions, parameters_of
 
 FEW_SAMPLES = 64 * 2**20  # bytes; pipeline.keep_samples up to this needs no free room
@@ -253,18 +252,9 @@ def prompts_can_be_read(recipe: Recipe, environment: Environment) -> Iterator[Pr
                 continue
         check = PromptCheck(part, environment.reading)
         for fault in check.faults():
-            yield from (_prompt_problem(key, part, found) for found in fault.problems)
+            for found in fault.problems:
+                yield replace(found, key=found.key.replace("prompts", key, 1))
         environment.prompts[key] = check
-
-
-def _prompt_problem(key: str, part: PromptOptions, found: Problem) -> Problem:
-    """``found`` in [prompts] as a problem of the source ``key``; of its path or task where it names none."""
-    if found.key != "prompts":
-        return replace(found, key=found.key.replace("prompts", key, 1))
-    if part.path is None:
-        return replace(found, key=f"{key}.task", value=part.task)
-    wrong = found.wrong.removeprefix(part.path).lstrip(", ")  # which the value shows
-    return replace(found, key=f"{key}.path", value=part.path, wrong=wrong)
 
 
 @machine_check("reward.functions", "external", "stages", after=(prompts_can_be_read,))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 FLOAT = ITEM_BYTES["float32"]
-LOGITS_BYTES = 256 * 2**20  # stages.engines.torch.token_logprobs computes at most as many at once
+LOGITS_BYTES = 256 * 2**20  # stages.engines.torch.head.token_logprobs computes at most as many at once
 PIECES_BYTES = 3 * 4 * 2**20  # of logits that it works on at once beside them: entropies, gradients, a transposed copy
 PREFILL_TOKENS = 4096  # of one prefill, unless one prompt has more (stages.engines.torch.rollout)
 SLOTS, SLOT_TOKENS = 8, 32  # its cache grows by multiples of so many rows, and tokens (…torch.decoding.attention)

@@ -9,6 +9,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from stages.engines.protocols import ModelRefused
+
 PROBE = 24  # tokens of the comparison with the plain forward
 
 
@@ -62,7 +64,8 @@ def fix_rope(model: Any, context: int | None) -> int:
         probe = torch.zeros(1, device=device)
         near, far = (module(probe, position_ids=some)[0][0, :PROBE] for some in (positions[:, :PROBE], positions))
         if is_long and not torch.equal(near, far):
-            raise ValueError(f"model: longrope of {type(model).__name__} depends on a sequence's length otherwise")
+            wrong = f"longrope of {type(model).__name__} depends on a sequence's length otherwise"
+            raise ModelRefused("model", wrong)
     return 2**31 if is_long else change
 
 
@@ -79,7 +82,8 @@ def check_logits(
     try:
         found = compute().float() - expected
     except Exception as error:
-        raise ValueError(f"model: {kind} does not work through transformers' attention interface: {error!r}") from error
+        wrong = f"{kind} does not work through transformers' attention interface: {error!r}"
+        raise ModelRefused("model", wrong) from error
     epsilon = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)  # of norms and rotations in float64 too
     if epsilon == torch.finfo(torch.float32).eps:
         gap, limit = float(found.abs().max()), epsilon**0.5 * max(1.0, float(expected.abs().max()))
@@ -87,4 +91,5 @@ def check_logits(
         gap = float((found.std(-1) / expected.std(-1).clamp(min=1e-6)).median())
         limit = 3 * epsilon * model.config.get_text_config().num_hidden_layers ** 0.5
     if not gap <= limit:
-        raise ValueError(f"model: {what} gives {kind} logits that are off by {gap:.2g} (limit {limit:.2g})")
+        off = f"{gap:.2g} (limit {limit:.2g})"
+        raise ModelRefused("model", f"{what} gives {kind} logits that are off by {off}")

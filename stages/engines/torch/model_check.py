@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from stages.engines.protocols import ModelRefused
 from stages.engines.registry import Side
 from stages.engines.torch.attention_interface import PROBE
 from stages.weight_files import NeedsOwnCode, read_config
@@ -68,8 +69,11 @@ def _refusal(folder: Path, text: str, side: Side, tp: bool, pp: bool, context: i
                 from stages.engines.torch.parallel.pipeline import planned
 
                 planned(model)
+    except ModelRefused as refused:
+        (problem,) = refused.problems
+        return "; ".join(filter(None, [problem.wrong, problem.fix]))
     except (ValueError, NotImplementedError) as error:
-        return str(error).removeprefix("model: ").removeprefix("tp: ").removeprefix("pp: ")
+        return str(error)
     return ""
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stages.engines.torch.sharded import ShardedTrainEngine
+from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.layout import RankCoordinates
 from tests.batches import make_batch
@@ -31,9 +31,11 @@ def collectives(ranks: RankCoordinates) -> dict[str, Any]:
 
 def statistics(ranks: RankCoordinates) -> tuple[list[float], list[float]]:
     """Sums over ranks of float64 and of int64, which come from the host."""
-    engine = ShardedTrainEngine(sharded.model_of("llama"), ranks, **{**sharded.OPTIONS, "device": "npu"})
-    total = engine._total(torch.tensor([0.5, 1e-3], dtype=torch.float64) * (1 + ranks.rank))
-    counts = engine._total(torch.tensor([2**40, 3]))
+    engine = TorchTrainEngine(
+        sharded.model_of("llama"), parallel=Sharded(ranks), **{**sharded.OPTIONS, "device": "npu"}
+    )
+    total = engine.parallel.total(torch.tensor([0.5, 1e-3], dtype=torch.float64) * (1 + ranks.rank))
+    counts = engine.parallel.total(torch.tensor([2**40, 3]))
     assert (total.dtype, counts.dtype, engine.device.index) == (torch.float64, torch.int64, ranks.rank)
     return total.tolist(), counts.tolist()
 

@@ -42,7 +42,7 @@ def test_a_whole_run() -> None:
     assert progress.swapped is not None
     assert progress.swapped.exposed_seconds == 0.002
     assert list(progress.evaluations) == [0, scripted.STEPS]
-    assert any("signal 9" in message for message in progress.messages)
+    assert any("signal 9" in message.text for message in progress.messages)
 
 
 def test_rates_and_time_left_leave_out_the_start() -> None:

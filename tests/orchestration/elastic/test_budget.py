@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestration.elastic.budget import RestartBudget
 from orchestration.recipe.flow import flow_of
-from orchestration.run.documents import EXIT_NOT_STARTED
+from orchestration.run.documents import EndKind
 from orchestration.run.supervisor import Supervisor
 from pipeline.documents.flow import STATE
 from pipeline.index.client import Index
@@ -80,7 +80,7 @@ async def test_a_rollout_without_restarts_left_waits_for_one_while_another_works
     lives = await launcher.next(4)
     assert await ENGINES.get(index) == ["rollout-0", "rollout-1"]
     lives["rollout-1"].code.set_result(1)
-    (await launcher.next(1))["rollout-1"].code.set_result(EXIT_NOT_STARTED)
+    (await launcher.next(1))["rollout-1"].code.set_result(EndKind.NOT_STARTED)
     await absent(index)
     assert await ENGINES.get(index) == ["rollout-0"], "the trainer does not wait for it"
     assert not work.done()
@@ -103,7 +103,7 @@ async def test_the_run_ends_without_the_rollouts_that_are_absent(supervised: Any
             await absent(index)
         else:
             lives[worker].code.set_result(0)
-            await asyncio.wait([supervisor._groups[worker.rpartition("-")[0], int(worker[-1])].keeper])
+            await asyncio.wait([supervisor._keepers[worker.rpartition("-")[0], int(worker[-1])]])
     assert (await asyncio.wait_for(work, 20)).state == "finished"
 
 

@@ -13,7 +13,18 @@ from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.run import hosts
 from orchestration.run.builders.rollout import RolloutJob
-from orchestration.run.documents import EXIT, HEAD, LEAVE, ORDERS, RUN_PATHS, RUN_RECIPE, SCALE, Order
+from orchestration.run.documents import (
+    ENDING,
+    HEAD,
+    LEAVE,
+    ORDERS,
+    RUN_PATHS,
+    RUN_RECIPE,
+    SCALE,
+    Ending,
+    EndKind,
+    Order,
+)
 from orchestration.run.kinds import remote_workers
 from orchestration.run.launchers import beat
 from orchestration.run.paths import RunPaths
@@ -236,7 +247,7 @@ async def test_a_host_whose_workers_left_moves_its_samples_away_and_takes_furthe
         assert not working.done(), "it waits for what its worker parks"
         life.code.set_result(0)
         await asyncio.wait_for(working, 20)
-        assert await EXIT.get(index, name=life.name) == 0
+        assert await ENDING.get(index, name=life.name) == Ending(EndKind.DONE)
         await warehouses(1)
     finally:
         for task in (working, beating):

@@ -19,8 +19,8 @@ from orchestration.recipe.load import load_recipe
 from orchestration.recipe.planner import memory_of, parameters_of_source, plan
 from stages import device
 from stages.engines.plans import GroupShape, plan_micro_batches
-from stages.engines.torch import token_logprobs
 from stages.engines.torch.decoding import attention
+from stages.engines.torch.head import token_logprobs
 from stages.engines.torch.packing import pack
 from stages.engines.torch.train import TorchTrainEngine
 from stages.models import tiny_tokenizer
@@ -48,7 +48,7 @@ def kept(layers: int, dtype: torch.dtype, checkpointing: bool) -> tuple[int, int
 
     packed = pack([torch.arange(9)], [[torch.arange(n) for n in (31, 17, 17)]], engine.device)
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
-        engine._hidden(packed)
+        engine.packed_model.hidden(packed)
     return sum(tensor.untyped_storage().nbytes() for tensor in held.values()), packed.ids.shape[1]
 
 

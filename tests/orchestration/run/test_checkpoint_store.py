@@ -18,7 +18,7 @@ from orchestration.run.engines import tokenizer_of
 from orchestration.run.run import Run
 from orchestration.run.storage import store as stores
 from orchestration.run.storage.store import CheckpointStore, StoreRefused
-from stages.engines.torch.sharded import ShardedTrainEngine
+from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.layout import RankCoordinates
 from stages.weights import manifest
@@ -146,7 +146,7 @@ def test_a_store_that_refuses_is_tried_again_and_then_named(
 def saved_apart(ranks: RankCoordinates, disks: str, url: str, environment: dict[str, str]) -> dict[str, Any]:
     """A step, and a checkpoint of it in which each rank writes to a disk of its own; its state."""
     os.environ.update(environment)
-    engine = ShardedTrainEngine(model_of("llama"), ranks, **OPTIONS)
+    engine = TorchTrainEngine(model_of("llama"), parallel=Sharded(ranks), **OPTIONS)
     engine.train_batch(share(ranks), algorithm())
     state, writer = whole_state(engine), checkpoint.Writer(engine, ranks.rank, url)
     writer.copy()

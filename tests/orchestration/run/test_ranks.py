@@ -18,7 +18,7 @@ from benchmarks.synchronous import synchronous_run
 from orchestration.recipe.flow import flow_of
 from orchestration.recipe.problems import RecipeError
 from orchestration.recipe.schema import Recipe
-from orchestration.run.documents import EXIT_FATAL, RANKS, REASON
+from orchestration.run.documents import ENDING, RANKS, Ending, EndKind
 from orchestration.run.kinds import workers_of
 from orchestration.run.run import Run, RunError
 from orchestration.run.supervisor import Outcome, Supervisor
@@ -293,10 +293,12 @@ async def test_ranks_may_end_one_after_the_other(supervised: Any) -> None:
 async def test_a_fault_of_any_rank_that_no_restart_mends_fails_the_run(supervised: Any, index: Index) -> None:
     supervisor, launcher, work = supervised
     lives = await launcher.next(4)
-    await REASON.put(index, "ColumnError: a wrong column", name=lives["update-1"].name)
-    await REASON.put(index, "RuntimeError: connection closed by peer", name=lives["update-0"].name)
+    refused = Ending(reason="ColumnError: a wrong column")
+    await ENDING.put(index, refused, name=lives["update-1"].name)
+    orphaned = Ending(reason="RuntimeError: connection closed by peer")
+    await ENDING.put(index, orphaned, name=lives["update-0"].name)
     lives["update-0"].code.set_result(1)
-    lives["update-1"].code.set_result(EXIT_FATAL)
+    lives["update-1"].code.set_result(EndKind.FATAL)
     outcome = await work
     assert outcome == Outcome("failed", "update-1: ColumnError: a wrong column")
     assert supervisor.restarts == 0

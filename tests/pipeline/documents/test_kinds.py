@@ -15,7 +15,7 @@ from orchestration.run.documents import (
     CHECKPOINT_REPORTED,
     DECLARED,
     END,
-    EXIT,
+    ENDING,
     EXTERNAL_TERMS,
     HEAD,
     HEADS_INDEX,
@@ -30,6 +30,7 @@ from orchestration.run.documents import (
     STEPPED,
     TAKEN_BY,
     TOTALS,
+    Ending,
     Order,
 )
 from orchestration.run.paths import RunPaths
@@ -75,8 +76,12 @@ async def _loaded(index: Index) -> None:
         (HEAD_ADDRESS, HeadAddress("space", ""), {}),
         (HEADS_INDEX, True, {}),
         (LEAVE, True, {"name": "rollout-0-1-a"}),
-        (EXIT, -9, {"name": "rollout-0-1-a"}),
-        (EXIT, 0, {"name": "rollout-0-1-a"}),
+        (ENDING, Ending(-9), {"name": "rollout-0-1-a"}),
+        (
+            ENDING,
+            Ending(0, "KeyError: 'a'", ("KeyError", "a.py:3")),
+            {"name": "rollout-0-1-a"},
+        ),
         (BEAT, OVER, {"host": "host-1"}),
         (BEAT, 0, {"host": HEAD}),
         (EVALUATED, 0, {}),
@@ -167,8 +172,8 @@ async def test_who_waits_is_woken_by_the_document_of_its_own_name_alone(index: I
     await END.put(index, True, name="a")
     async with asyncio.timeout(20):
         assert await waiting is True
-        assert await EXIT.put(index, 0, name="a") is None
-        assert await EXIT.wait(index, 60.0, name="a") == 0
+        assert await ENDING.put(index, Ending(0), name="a") is None
+        assert await ENDING.wait(index, 60.0, name="a") == Ending(0)
 
 
 async def test_entries_of_a_log_keep_their_numbers_and_type(index: Index) -> None:

@@ -12,7 +12,8 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.mock.engines import MockTrainEngine
 from stages.engines.mock.options import MockTrainOptions
 from stages.engines.protocols import TrainEngine
-from stages.engines.torch.sharded import ShardedTrainEngine, join
+from stages.engines.torch.parallel.mesh import join
+from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.layout import ALONE
 from tests.batches import make_batch
@@ -51,7 +52,7 @@ class TestShardedOnOneRank(TrainEngineContract):
         dist.destroy_process_group()
 
     def make(self, seed: int) -> TrainEngine:
-        return ShardedTrainEngine(model_of("qwen3", seed=seed), ALONE, **OPTIONS)
+        return TorchTrainEngine(model_of("qwen3", seed=seed), parallel=Sharded(ALONE), **OPTIONS)
 
     def test_it_is_the_torch_engine_but_for_rounding(self) -> None:
         sharded, plain = self.make(0), TorchTrainEngine(model_of("qwen3"), **OPTIONS)
@@ -66,7 +67,7 @@ class TestShardedOwningItsGroup(TrainEngineContract):
 
     @pytest.fixture(autouse=True)
     def _one_at_a_time(self) -> Iterator[None]:
-        self.made: list[ShardedTrainEngine] = []
+        self.made: list[TorchTrainEngine] = []
         yield
         for engine in self.made:
             engine.close()
@@ -74,6 +75,6 @@ class TestShardedOwningItsGroup(TrainEngineContract):
 
     def make(self, seed: int) -> TrainEngine:
         store = None if dist.is_initialized() else dist.HashStore()
-        options = {**OPTIONS, "compute": torch.bfloat16, "store": store}
-        self.made.append(ShardedTrainEngine(model_of("llama", seed=seed), ALONE, **options))
+        options = {**OPTIONS, "compute": torch.bfloat16, "parallel": Sharded(ALONE, store=store)}
+        self.made.append(TorchTrainEngine(model_of("llama", seed=seed), **options))
         return self.made[-1]

@@ -217,15 +217,15 @@ def test_dp_means_what_the_side_does_with_it() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dp=two", r"train\.dp: 'two' is no number of ranks; write for example dp=2"),
-        ("dp=0", r"train\.dp_shard: 0 is no number of ranks; use a whole number >= 1"),
-        ("tensor=2", r"train\.tensor: is no part of a layout; use dp, .*tp"),
-        ("tp=2,tp=2", r"train\.tp: 'tp=2' gives tp a second time"),
-        ("dp=2,dp_shard=4", r"train\.dp_shard: 'dp_shard=4' gives dp_shard a second time"),
-        ("tp=2,ep=3", r"train\.ep: 3 with etp = 1 does not divide the 2 ranks of dp_replicate · tp .*divisor of 2"),
-        ("dp=4,ep=3", r"train\.ep: 3 .* does not divide the 4 ranks of dp_shard · tp"),
-        ("ep_order=left", r"train\.ep_order: 'left' is unknown; use 'inner' or 'outer'"),
-        ("tp", r"train\.tp: '' is no number of ranks"),
+        ("dp=two", r"dp: 'two' is no number of ranks; write for example dp=2"),
+        ("dp=0", r"dp_shard: 0 is no number of ranks; use a whole number >= 1"),
+        ("tensor=2", r"tensor: is no part of a layout; use dp, .*tp"),
+        ("tp=2,tp=2", r"tp: 'tp=2' gives tp a second time"),
+        ("dp=2,dp_shard=4", r"dp_shard: 'dp_shard=4' gives dp_shard a second time"),
+        ("tp=2,ep=3", r"ep: 3 with etp = 1 does not divide the 2 ranks of dp_replicate · tp .*divisor of 2"),
+        ("dp=4,ep=3", r"ep: 3 .* does not divide the 4 ranks of dp_shard · tp"),
+        ("ep_order=left", r"ep_order: 'left' is unknown; use 'inner' or 'outer'"),
+        ("tp", r"tp: '' is no number of ranks"),
     ],
 )
 def test_an_invalid_layout_raises_with_what_to_write(text: str, message: str) -> None:

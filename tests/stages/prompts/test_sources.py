@@ -413,7 +413,10 @@ def test_files_that_are_broken_are_named_with_their_line(
     assert f"{tmp_path / 'rows.jsonl'}" in str(raised.value)
     assert sentence in str(raised.value)
     found, *_ = PromptCheck(options, Reading()).faults()
-    assert str(found) == str(raised.value), "a check says the same"
+    (checked,), (refused,) = found.problems, raised.value.problems
+    assert (checked.key, checked.value) == ("prompts.path", options.path)
+    assert refused.wrong.endswith(checked.wrong), "a check says the same"
+    assert refused.fix == checked.fix
 
 
 def test_what_is_no_file_is_a_sentence_and_is_not_waited_for(tmp_path: Path, plain: Tokenizer) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from stages.engines.torch.sharded import prove
+from stages.engines.torch.parallel.mesh import prove
 from stages.parallel.layout import RankCoordinates
 from tests.ranks import on_ranks
 

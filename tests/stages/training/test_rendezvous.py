@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stages.engines.torch.sharded import join
+from stages.engines.torch.parallel.mesh import join
 from stages.parallel.layout import Layout
 from stages.training.rendezvous import Rendezvous, join_rendezvous
 from stages.weights.secret_socket import ProofRefused

@@ -34,7 +34,7 @@ from stages.engines.torch.decoding.attention import DecodeStep, PrefillStep, Sha
 from stages.engines.torch.decoding.llama_forward import LlamaForward, can_pack_in, is_llama
 from stages.engines.torch.decoding.weights import DecoderWeights
 from stages.engines.torch.experts.routing import RoutingRecorder
-from stages.engines.torch.head import use_float32
+from stages.engines.torch.head.logits import use_float32
 from stages.resharding.swap import separate
 
 ATTENTION = "asyncdock_two_part"

@@ -12,7 +12,7 @@ add up over the ranks as those of data-parallel ones do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,25 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import Join
 from stages.engines.torch.parallel.ring import Ring, inverse
+from stages.engines.torch.parallel.runner import Share
 from stages.engines.torch.parallel.ulysses import attention_by_heads
 from stages.parallel.options import ContextParallel
-
-
-@dataclass(frozen=True)
-class Share:
-    """This rank's tokens of a micro-batch, ``fed``, as a model takes them, and where each of the T predicted tokens is among
-    those that the ranks predict: ``answers`` int64 [T]."""
-
-    fed: PackedBatch
-    answers: torch.Tensor
-    group: dist.ProcessGroup
-
-    def whole(self, own: torch.Tensor) -> torch.Tensor:
-        """The numbers of all ranks in the order of the micro-batch, [T], from those of this rank; empty ones stay so."""
-        if not len(own):
-            return own
-        joined = Join.apply(own, self.group.size() * len(own), self.group)  # type: ignore[no-untyped-call]
-        return joined.index_select(0, self.answers)  # type: ignore[no-any-return]
 
 
 def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParallel) -> Share:
@@ -69,4 +53,13 @@ def divide(packed: PackedBatch, group: dist.ProcessGroup, method: ContextParalle
         experts=None if packed.experts is None else packed.experts[own],
         attend=attend,
     )
-    return Share(fed, inverse(targets, len(predicts)).to(device), group)
+    return Share(fed, partial(_whole, inverse(targets, len(predicts)).to(device), group))
+
+
+def _whole(predicted: torch.Tensor, group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+    """Join the numbers of all ranks from those of this rank, ``own``; empty ones stay so.
+    ``predicted`` int64 [T]: where each token is among those that the ranks predict."""
+    if not len(own):
+        return own
+    joined = Join.apply(own, group.size() * len(own), group)  # type: ignore[no-untyped-call]
+    return joined.index_select(0, predicted)  # type: ignore[no-any-return]

@@ -17,15 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from stages.engines.torch.experts.load import expert_modules
 from stages.engines.torch.parallel.collectives import AllToAll
 from stages.engines.torch.parallel.mesh import Meshes
-
-
-def expert_modules(model: nn.Module) -> list[Any]:
-    """Returns the modules of ``model`` with the weights of a layer's experts, stacked along dimension 0. Their forward takes
-    tokens [T, H], the experts of each [T, k], and the experts' weights [T, k]."""
-    stacked = ((module, module._parameters.get("down_proj")) for module in model.modules())
-    return [module for module, down in stacked if down is not None and down.ndim == 3]
 
 
 def deal_experts(model: nn.Module, meshes: Meshes) -> list[nn.Module]:
@@ -92,32 +86,3 @@ def _computed(
         return plain(given, experts, given.new_ones(len(given), 1))[: len(rows)]
     finally:
         module._parameters.update(parameters)
-
-
-class ExpertLoad:
-    """Counts the tokens of each expert inside ``with``: ``counts`` int64 [layers, experts], of this process."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        modules = expert_modules(model)
-        self.counts = torch.zeros(len(modules), max((m.num_experts for m in modules), default=0), dtype=torch.int64)
-        self.counts, self._on = self.counts.to(device), False
-        for at, module in enumerate(modules):
-            module.register_forward_pre_hook(partial(self._count, at))
-
-    def __enter__(self) -> None:
-        self._on = True
-
-    def __exit__(self, *error: object) -> None:
-        self._on = False
-
-    def _count(self, at: int, module: nn.Module, given: tuple[Any, ...]) -> None:
-        if self._on and torch._C._current_graph_task_id() < 0:  # not when a backward pass computes it again
-            self.counts[at] += torch.bincount(given[1].flatten(), minlength=self.counts.shape[1])
-
-    def metrics(self, total: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """``max_expert_load``: tokens of the expert that got most, over those of the mean expert of its layer; the largest
-        of all layers. ``total`` adds up over ranks."""
-        if not len(self.counts):
-            return {}
-        counts = total(self.counts).cpu().double()
-        return {"max_expert_load": float((counts.amax(1) / counts.mean(1)).max())}

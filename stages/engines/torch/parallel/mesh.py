@@ -1,14 +1,73 @@
-"""The process groups of a train engine's ranks, one device mesh for each use."""
+"""The process groups of a train engine's ranks: how they meet, and one device mesh for each use."""
 
 from __future__ import annotations
 
+import hmac
+import os
+import secrets
+import socket
 from collections.abc import Callable
+from datetime import timedelta
 
+import psutil
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from stages.parallel.layout import Layout
+from pipeline.node import node_id
+from pipeline.warehouse.arena import shared_memory_directory
+from stages import device as devices
+from stages.parallel.layout import Layout, RankCoordinates
+
+SECRET = "asyncdock-secret"  # key of the store in which the ranks meet
+
+
+def join(coordinates: RankCoordinates, store: dist.Store, device: torch.device, timeout: float) -> None:
+    """Join torch.distributed's default group. Every rank calls this; it returns when all have. A collective call that a rank
+    does not join within ``timeout`` seconds raises on the others. Ranks of several nodes meet in a store that has
+    ``own_address``, by which this rank reaches the others."""
+    devices.use(device)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(coordinates, store))
+    dist.init_process_group(
+        devices.backend(device),
+        store=store,
+        rank=coordinates.rank,
+        world_size=coordinates.world,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if device.index is not None and devices.splits_groups(device) else None,
+    )
+    if coordinates.rank == 0:
+        store.set(SECRET, secrets.token_hex(32))
+    prove(bytes(store.get(SECRET)), device)
+
+
+def _interface(coordinates: RankCoordinates, store: dist.Store) -> str:
+    """Returns the network interface for gloo's ports. They ask for no credentials, so where all ranks are on one node they
+    are opened on loopback."""
+    if address := getattr(store, "own_address", ""):
+        store.set(f"node {coordinates.rank}", node_id(shared_memory_directory()))
+        if len({bytes(store.get(f"node {rank}")) for rank in range(coordinates.world)}) > 1:
+            found = psutil.net_if_addrs().items()
+            return next(name for name, addresses in found if address in [each.address for each in addresses])
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def prove(secret: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Each rank of ``group`` proves to the others that it knows ``secret``, which it read from the store in which the ranks
+    met. A process of another user that has connected to a rank's port cannot. Raises ``PermissionError``."""
+
+    def proof(rank: int) -> bytes:
+        return hmac.digest(secret, f"{dist.get_process_group_ranks(group)} {rank}".encode(), "sha256")
+
+    own = torch.frombuffer(bytearray(proof(dist.get_rank(group))), dtype=torch.uint8).to(device)
+    proofs = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(proofs, own, group=group)
+    for rank, found in enumerate(proofs):
+        if not hmac.compare_digest(bytes(found.cpu().numpy()), proof(rank)):
+            raise PermissionError(
+                f"rank {rank} of a train engine's group is a process that did not meet the others; start again"
+            )
 
 
 class Meshes:

@@ -23,10 +23,20 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from stages.engines.protocols import ModelRefused
+from stages.engines.torch.packed_model import Outputs, PackedModel
+from stages.engines.torch.packing import PackedBatch
 from stages.engines.torch.parallel.collectives import own_slice
 from stages.engines.torch.parallel.deferred import DeferredGradients
 from stages.engines.torch.parallel.mesh import Meshes
-from stages.engines.torch.parallel.passes import Outputs, Packing, Passes, Value, idle_batch
+from stages.engines.torch.parallel.runner import (
+    LossOf,
+    MicroBatchRunner,
+    Packing,
+    Share,
+    Value,
+    idle_batch,
+)
 from stages.parallel.layout import RankCoordinates
 from stages.parallel.placement import check_stages, model_state, stage_layers
 from stages.parallel.schedules import Action
@@ -72,7 +82,8 @@ def planned(model: PreTrainedModel) -> list[str]:
     children = model.base_model.named_children()
     others = [name for name, child in children if name not in names and any(True for _ in child.parameters())]
     if len(names) != 3 or others:
-        raise ValueError(f"pp: {type(model).__name__} comes without a plan for pipeline stages; use pp = 1")
+        wrong = f"{type(model).__name__} comes without a plan for pipeline stages"
+        raise ModelRefused("pp", wrong, "use pp = 1")
     return names
 
 
@@ -120,77 +131,96 @@ def keep_own(model: PreTrainedModel, at: RankCoordinates) -> tuple[list[Pipeline
     return stages, of
 
 
-class Pipeline(Passes):
-    """Runs the virtual ``stages`` that ``engine`` has of its model. Ranks of a replica make the same calls."""
+class Pipeline(MicroBatchRunner):
+    """Runs the virtual ``stages`` that the rank at ``own`` has of ``packed_model``, whose forward
+    FSDP wraps. Ranks of a replica make the same calls."""
 
-    def __init__(self, engine: Any, stages: Sequence[PipelineStage], meshes: Meshes) -> None:
-        super().__init__(engine)
+    def __init__(
+        self,
+        packed_model: PackedModel,
+        share: Callable[[PackedBatch], Share],
+        stages: Sequence[PipelineStage],
+        meshes: Meshes,
+        own: RankCoordinates,
+    ) -> None:
+        super().__init__(packed_model, share, packed_model.model)
         self._stages = {stage.number: stage for stage in stages}
         self._layout = meshes.layout
-        self._own: RankCoordinates = engine.coordinates
-        self._ranks = self._layout.group("pp", self._own.rank)  # of each pipeline stage, with this one's place in it
+        self._own = own
+        self._ranks = self._layout.group("pp", own.rank)  # of each stage, with this one's place
         self._tp = meshes.tp
-        self._decoder = engine.model.base_model
+        self._model: Any = packed_model.model
+        self._decoder = packed_model.model.base_model
         self._kept = {name: self._decoder._modules[name] for name in stages[0].modules}
-        self._up, self._down = meshes.pipes  # to ranks after this one, and before: neither waits for the other
+        # To ranks after this one, and before: neither waits for the other.
+        self._up, self._down = meshes.pipes
         self.last = self._layout.virtual_stages - 1
         layers = [layer for stage in stages for layer in stage.layers]
         self._deferred = DeferredGradients(layers) if self._layout.defers_gradients else None
-        engine._run(lambda: None)  # FSDP finds all stages before one of them takes the others' places
-        # What the backward pass needs next: FSDP knows no order of several micro-batches that are under way.
+        self._call(lambda: None)  # FSDP finds all stages before one takes the others' places
+        # What the backward pass needs next: FSDP knows no order of several micro-batches that are
+        # under way.
         for stage in stages:
             units = [unit for layer in stage.layers for unit in _units(layer)]
-            for before, unit in pairwise([engine.model, *units]):
+            for before, unit in pairwise([self._model, *units]):
                 unit.set_modules_to_backward_prefetch([before])
 
-    def learn(self, batches: Sequence[Packing], passes: int, loss: Callable[..., torch.Tensor]) -> None:
-        engine = self._engine
-        idle = idle_batch(engine.device)
-        packed = [make() for make in batches]
-        packed += [idle] * (self._layout.filled(passes) - len(packed))
-        fed = [engine._fed(one) for one in packed]
+    def learn(self, batches: Sequence[Packing], passes: int, loss_of: LossOf) -> None:
+        packed = self._packed(batches, self._layout.filled(passes))
+        shares = [self._share(each) for each in packed]
 
         def compute(number: int, is_last: bool) -> Any:
             with self._counted(number < len(batches)):
                 if is_last:
-                    return loss(number, *engine._compute(packed[number]))
-                return engine._run(engine._decode, fed[number])
+                    return loss_of(number, *self.outputs(shares[number]))
+                return self._call(self._packed_model.decode, shares[number].fed)
 
-        self.run([one.ids.shape[1] for one in fed], compute, learn=lambda number: engine._feeding.feed(fed[number]))
+        def feed(number: int) -> None:
+            self._packed_model.feed(shares[number].fed)
+
+        self.run([share.fed.ids.shape[1] for share in shares], compute, learn=feed)
 
     def score(self, batches: Sequence[Packing], passes: int) -> list[Outputs]:
-        """Logprobs, no entropies, and values for ``batches``, on each rank; other replicas have up to ``passes`` of them."""
-        engine, kinds = self._engine, 2 if self._engine._value_head else 1
-        idle = idle_batch(engine.device)
-        packed = [make() for make in batches]
-        fed = [engine._fed(one) for one in [*packed, *[idle] * (passes - len(packed))]]
-        found = [torch.zeros(kinds, len(one.targets), device=engine.device) for one in packed]
+        """Return logprobs, no entropies, and values for ``batches``, on each rank; other replicas
+        have up to ``passes`` of them."""
+        packed = self._packed(batches, passes)
+        shares = [self._share(each) for each in packed]
+        kinds = 2 if self._packed_model.value_head else 1
+        scores = [
+            torch.zeros(kinds, len(each.targets), device=self._packed_model.device) for each in packed[: len(batches)]
+        ]
 
         def compute(number: int, is_last: bool) -> Any:
             if not is_last:
-                return engine._run(engine._decode, fed[number])
-            logprobs, _, values = engine._compute(packed[number] if number < len(packed) else idle)
-            for row, value in zip(found[number] if number < len(packed) else (), (logprobs, values), strict=False):
-                row.copy_(value)
+                return self._call(self._packed_model.decode, shares[number].fed)
+            logprobs, _, values = self.outputs(shares[number])
+            if number < len(batches):
+                for row, value in zip(scores[number], (logprobs, values), strict=False):
+                    row.copy_(value)
 
-        self.run([one.ids.shape[1] for one in fed], compute)
+        self.run([share.fed.ids.shape[1] for share in shares], compute)
         empty = torch.empty(0)
-        scores = [self.broadcast(one) for one in found]
-        return [(one[0], empty, one[1] if kinds == 2 else empty) for one in scores]
+        rows = [self.broadcast(each) for each in scores]
+        return [(row[0], empty, row[1] if kinds == 2 else empty) for row in rows]
 
     def probe(
-        self, tokens: int, hidden: Callable[[], torch.Tensor], logits: Callable[[], torch.Tensor]
+        self,
+        tokens: int,
+        hidden: Callable[[], torch.Tensor],
+        logits: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
-        """``logits()`` where the last stage is, after ``hidden()``, [1, tokens, H], on those before."""
-        found: list[torch.Tensor] = []
+        """Return ``logits()`` where the last stage is, after ``hidden()``, [1, tokens, H], on
+        those before."""
+        results: list[torch.Tensor] = []
 
         def compute(number: int, is_last: bool) -> torch.Tensor:
-            out: torch.Tensor = self._engine._run(logits if is_last else hidden)
-            found.extend([out] if is_last else [])
+            out: torch.Tensor = self._call(logits if is_last else hidden)
+            if is_last:
+                results.append(out)
             return out
 
         self.run([tokens], compute)
-        return found[0] if found else None
+        return results[0] if results else None
 
     def run(
         self,
@@ -201,10 +231,11 @@ class Pipeline(Passes):
     ) -> None:
         """Run micro-batches of so many ``tokens``. ``compute(number, is_last)`` returns the hidden states [1, S, H] of one,
         or after the last stage its loss. ``learn``: is called before each backward pass; None: there is none."""
-        engine, tp = self._engine, self._tp
-        tokens = tokens if tp is None else [len(own_slice(torch.arange(count), tp.get_group())) for count in tokens]
+        if self._tp is not None:
+            group = self._tp.get_group()
+            tokens = [len(own_slice(torch.arange(count), group)) for count in tokens]
         ordered = self._layout.orders(len(tokens), backward=learn is not None)
-        mail = _Mail(ordered, tokens, self, engine)
+        mail = _Mail(ordered, tokens, self, self._own.rank, self._packed_model)
         under_way: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         for action in ordered[self._own.stage]:
             _, virtual_stage, number = action
@@ -225,13 +256,19 @@ class Pipeline(Passes):
                 given, out = under_way.pop((virtual_stage, number))
                 gradient = mail.receive(action.needs) if virtual_stage < self.last else None
                 learn(number)
-                engine.model.set_modules_to_backward_prefetch([_units(stage.layers[-1])[-1]])
+                self._model.set_modules_to_backward_prefetch([_units(stage.layers[-1])[-1]])
                 torch.autograd.backward(out, gradient)
                 if self._deferred is not None:
                     self._deferred.keep(action)
                 if given is not None and given.grad is not None:
                     mail.send(action, given.grad)
         mail.close()
+
+    def _packed(self, batches: Sequence[Packing], count: int) -> list[PackedBatch]:
+        """Pack ``batches``, and let idle ones follow up to ``count``."""
+        packed = [pack_batch() for pack_batch in batches]
+        idle = idle_batch(self._packed_model.device)
+        return [*packed, *[idle] * (count - len(packed))]
 
     @contextmanager
     def _as(self, stage: PipelineStage, given: torch.Tensor | None) -> Iterator[None]:
@@ -259,13 +296,13 @@ class Pipeline(Passes):
     def broadcast_from_last(self, value: Value) -> Value:
         """``value``, which JSON can write, as the last stage has it."""
         text = json.dumps(value).encode().ljust(SHARED_BYTES)
-        buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._engine.device)
-        found: Value = json.loads(bytes(self.broadcast(buffer).cpu().numpy()))
-        return found
+        buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._packed_model.device)
+        shared: Value = json.loads(bytes(self.broadcast(buffer).cpu().numpy()))
+        return shared
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """``values`` added up over the stages."""
-        summed = values.to(self._engine.device, copy=True)
+        summed = values.to(self._packed_model.device, copy=True)
         dist.all_reduce(summed, group=self._up)
         return summed.cpu()
 
@@ -285,11 +322,21 @@ class _Mail:
     """What this rank sends and receives while a pipeline runs. From each other rank it receives what comes next in that
     rank's order; one of them is always asked for ahead."""
 
-    def __init__(self, ordered: list[list[Action]], tokens: Sequence[int], pipeline: Pipeline, engine: Any) -> None:
-        self._tokens, self._pipeline, self._engine = tokens, pipeline, engine
+    def __init__(
+        self,
+        ordered: list[list[Action]],
+        tokens: Sequence[int],
+        pipeline: Pipeline,
+        own_rank: int,
+        packed_model: PackedModel,
+    ) -> None:
+        self._tokens = tokens
+        self._pipeline = pipeline
+        self._packed_model = packed_model
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._held: dict[Action, torch.Tensor] = {}
-        self._me, self._coming = engine.coordinates.rank, dict[int, deque[Action]]()
+        self._me = own_rank
+        self._coming: dict[int, deque[Action]] = {}
         for stage, order in enumerate(ordered):
             rank = pipeline.rank_of(stage)
             self._coming[rank] = deque(a for a in order if self._to(a) == self._me and rank != self._me)
@@ -306,18 +353,19 @@ class _Mail:
 
     def _ask(self, rank: int) -> None:
         if self._coming[rank]:
-            action, engine = self._coming[rank].popleft(), self._engine
-            shape = 1, self._tokens[action.number], engine.model.config.get_text_config().hidden_size
-            buffer = torch.empty(shape, dtype=engine._dtype, device=engine.device)
+            action, model = self._coming[rank].popleft(), self._packed_model
+            shape = 1, self._tokens[action.number], model.hidden_size
+            buffer = torch.empty(shape, dtype=model.dtype, device=model.device)
             asked = dist.irecv(buffer, rank, group=self._pipeline.group(rank, self._me))
             self._asked[rank] = action, asked, buffer
 
     def send(self, action: Action, hidden: torch.Tensor) -> None:
-        to, hidden = self._to(action), hidden.to(self._engine._dtype).contiguous()
+        to = self._to(action)
+        hidden = hidden.to(self._packed_model.dtype).contiguous()
         if to == self._me:
             self._held[action] = hidden
             return
-        if self._engine.device.type != "cpu":  # gloo's sends say that they are complete only to those who wait
+        if self._packed_model.device.type != "cpu":  # gloo's sends say that they are complete only to those who wait
             self._sent = [one for one in self._sent if not one[0].is_completed()]
         self._sent.append((dist.isend(hidden, to, group=self._pipeline.group(self._me, to)), hidden))
 

@@ -21,10 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 
 from stages.adapters.training import is_adapted
+from stages.engines.protocols import ModelRefused
 from stages.engines.torch.attention_interface import PROBE
+from stages.engines.torch.experts.load import expert_modules
 from stages.engines.torch.packing import Feeding
 from stages.engines.torch.parallel.collectives import own_slice
-from stages.engines.torch.parallel.experts import expert_modules
 
 # transformers' names of what happens to a module's weights over the tensor-parallel ranks.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -44,7 +45,8 @@ def cuts(model: PreTrainedModel, tp: int) -> list[tuple[nn.Module, str]]:
     config, kind = model.config.get_text_config(), type(model).__name__
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(config, name, 0)) % tp:
-            raise ValueError(f"tp: {kind} has {name} = {heads}, which {tp} ranks cannot share evenly")
+            wrong = f"{kind} has {name} = {heads}, which {tp} ranks cannot share evenly"
+            raise ModelRefused("tp", wrong)
     return planned_cuts(model)
 
 
@@ -53,7 +55,7 @@ def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     config, kind = model.config.get_text_config(), type(model).__name__
     plan = config.base_model_tp_plan
     if not plan:
-        raise ValueError(f"tp: {kind} comes without a tensor-parallel plan; use tp = 1")
+        raise ModelRefused("tp", f"{kind} comes without a tensor-parallel plan", "use tp = 1")
     found = [
         (name, module, plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)))  # the plan has * for a layer's number
         for name, module in model.base_model.named_modules()
@@ -61,7 +63,8 @@ def planned_cuts(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     for name, _, style in found:
         if style not in (None, SUMMED, EXPERTS, *STYLES):
             known = ", ".join([*STYLES, SUMMED, EXPERTS])
-            raise ValueError(f"tp: {kind} wants {name} {style!r}; this engine knows {known}; use tp = 1")
+            wrong = f"{kind} wants {name} {style!r}; this engine knows {known}"
+            raise ModelRefused("tp", wrong, "use tp = 1")
     return [(module, style) for _, module, style in found if style not in (None, EXPERTS)]
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.torch.sharded import ShardedTrainEngine
+from stages.engines.torch.parallel.sharded import Sharded
+from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.layout import Layout
 from tests.ranks import of_product
 from tests.stages.products import bytes_of_long_rows, of_context, replayed
@@ -61,4 +62,4 @@ def test_choices_of_experts_are_divided_with_the_tokens(method: str) -> None:
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cp: 4 ranks cannot share 6 heads evenly; use context_parallel = 'ring'"):
-        ShardedTrainEngine(model_of("llama"), Layout.for_training(cp=4).coordinates(0), **OPTIONS)
+        TorchTrainEngine(model_of("llama"), parallel=Sharded(Layout.for_training(cp=4).coordinates(0)), **OPTIONS)

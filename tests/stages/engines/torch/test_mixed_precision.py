@@ -98,13 +98,13 @@ def test_micro_batches_are_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) 
     engine = engine_of(grad_clip=None)
     gradients, _ = gradients_of_step(engine, make_batch(), algorithm())
     for name, gradient in gradients.items():
-        first, *others = parts[id(engine._trained[name])]
+        first, *others = parts[id(engine.trained[name])]
         assert others, "several micro-batches"
         for part in others:
             first = first + part
         assert torch.equal(gradient, first), name
         assert not torch.equal(gradient, gradient.bfloat16().float()), f"{name}: no more than bfloat16 holds"
-    assert not any(copy.grad is not None for copy in engine._copies.values())
+    assert not any(copy.grad is not None for copy in engine.parallel.copies.values())
 
 
 def test_a_checkpoint_of_one_rank_resumes_on_two_and_back(tmp_path: Path) -> None:

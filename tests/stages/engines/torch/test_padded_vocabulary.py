@@ -27,9 +27,9 @@ from orchestration.run.engines import (
 )
 from stages.engines.protocols import GroupRequest, SamplingParams
 from stages.engines.responses import Responses
-from stages.engines.torch import token_logprobs
+from stages.engines.torch.head import token_logprobs
+from stages.engines.torch.head.token_logprobs import TokenLogprobs
 from stages.engines.torch.rollout import TorchRolloutEngine
-from stages.engines.torch.token_logprobs import TokenLogprobs
 from stages.engines.vllm.rows import VllmRow, sampling_params
 from stages.models import load_model
 from tests.batches import make_batch
@@ -107,10 +107,11 @@ def test_no_copy_of_the_head_and_no_change_without_padding() -> None:
 
 
 def logprobs_of(ranks: Any) -> torch.Tensor:
-    from stages.engines.torch.sharded import ShardedTrainEngine
+    from stages.engines.torch.parallel.sharded import Sharded
+    from stages.engines.torch.train import TorchTrainEngine
     from tests.stages.sharded import OPTIONS
 
-    engine = ShardedTrainEngine(tiny_llama(), ranks, **{**OPTIONS, "vocabulary": KNOWN})
+    engine = TorchTrainEngine(tiny_llama(), parallel=Sharded(ranks), **{**OPTIONS, "vocabulary": KNOWN})
     return torch.cat(list(engine.logprobs(batch_of_known()).unbind()))
 
 

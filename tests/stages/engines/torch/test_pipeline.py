@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages.adapters.options import AdapterOptions
-from stages.engines.torch.sharded import ShardedTrainEngine
+from stages.engines.torch.parallel.sharded import Sharded
 from stages.engines.torch.train import TorchTrainEngine
 from stages.parallel.layout import Layout, LayoutError
 from stages.parallel.schedules import Action, filled, orders
@@ -84,8 +84,9 @@ def test_deferred_gradients_are_refused_where_they_cannot_be() -> None:
         with pytest.raises(LayoutError, match="pipeline: 'zbv'"):
             Layout(pipeline="zbv", **wrong)
     adapters = AdapterOptions(rank=4, alpha=8, targets=(), seed=0, dtype="float32")
+    parallel = Sharded(Layout.for_training(**ZBV).coordinates(0))
     with pytest.raises(ValueError, match="adapters freeze"):
-        ShardedTrainEngine(model_of("llama-5"), Layout.for_training(**ZBV).coordinates(0), **OPTIONS, adapters=adapters)
+        TorchTrainEngine(model_of("llama-5"), parallel=parallel, **OPTIONS, adapters=adapters)
 
 
 @pytest.mark.parametrize("stages", [STAGES, ZBV], ids=["interleaved", "zbv"])

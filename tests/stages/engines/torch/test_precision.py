@@ -30,7 +30,7 @@ from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.protocols import GroupRequest, SamplingParams, SwapTimes
 from stages.engines.torch.decoding.decoder import TorchDecoder
 from stages.engines.torch.decoding.llama_forward import can_pack_in
-from stages.engines.torch.head import PIECE, float32_logits
+from stages.engines.torch.head.logits import PIECE, float32_logits
 from stages.engines.torch.rollout import TorchRolloutEngine
 from stages.engines.torch.train import TorchTrainEngine
 from stages.rollout.weight_follower import SwapPolicy

@@ -114,7 +114,7 @@ def test_what_rounding_does_to_a_second_step() -> None:
     )
 
     def add_noise(*_: Any) -> None:
-        for parameter in engine._trained.values():
+        for parameter in engine.trained.values():
             noise = torch.randn(parameter.shape, generator=made) / parameter.numel() ** 0.5
             parameter.grad += 1e-6 * parameter.grad.norm() * noise
 
@@ -168,7 +168,7 @@ def test_a_value_head_on_ranks_is_that_of_one_process(
     resumed_alone = TorchTrainEngine(model_of("llama", seed=9), **OPTIONS, value_head=True)
     Checkpoint(tmp_path, 2, {}, []).load_into(resumed_alone)
     for name, value in found[0]["head"].items():
-        np.testing.assert_array_equal(resumed_alone._value_head[name].detach().numpy(), value)
+        np.testing.assert_array_equal(resumed_alone.value_head[name].detach().numpy(), value)
     exported = load_file(tmp_path / "model" / "model.safetensors")
     assert not any("value_head" in name for name in exported)
 

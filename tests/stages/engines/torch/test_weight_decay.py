@@ -15,8 +15,8 @@ from stages.adapters.options import AdapterOptions
 from stages.adapters.training import add_adapters
 from stages.algorithms.policy_gradient.grpo import GRPO
 from stages.engines.torch.critic import TorchCriticEngine
+from stages.engines.torch.experts.load import expert_modules
 from stages.engines.torch.optimizer import is_decayed
-from stages.engines.torch.parallel.experts import expert_modules
 from stages.engines.torch.train import TorchTrainEngine
 from tests.batches import make_batch
 
@@ -64,7 +64,7 @@ def test_adapters_and_the_matrix_of_a_value_head_decay() -> None:
     assert trained
     assert all(is_decayed(name, value) for name, value in trained.items())
     critic = TorchCriticEngine(model_of("Qwen3"), **OPTIONS)
-    heads = {name: is_decayed(name, value) for name, value in critic._value_head.items()}
+    heads = {name: is_decayed(name, value) for name, value in critic.value_head.items()}
     assert heads == {"value_head.weight": True, "value_head.bias": False}
 
 

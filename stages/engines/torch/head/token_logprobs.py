@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stages.engines.torch.head import float32_logits
+from stages.engines.torch.head.logits import float32_logits
 from stages.engines.torch.layers import product
 
 LOGITS_BYTES = 256 * 2**20  # most that float32 logits may take at once

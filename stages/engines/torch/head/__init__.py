@@ -1,0 +1,1 @@
+"""The output layers of a model: logits, their logprobs, and the values of a critic."""

@@ -1,0 +1,209 @@
+"""The training step: what a batch's mini-batches are, and the forward and backward pass of one.
+
+prepare            scores by the model in training ─▶ mini-batches of the rows of all ranks
+                     ─▶ micro-batches of at most token_budget tokens ─▶ totals over ranks
+forward_backward   for each micro-batch: pack ─▶ model ─▶ logprobs ─▶ algorithm.loss ─▶ backward
+                     ─▶ metrics of all ranks
+optimizer_step     clip ─▶ finite? ─▶ AdamW                              (in the engine: train.py)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from tensordict import TensorDictBase
+
+from stages.adapters.training import adapters_off
+from stages.algorithms.batch import TrainBatch
+from stages.algorithms.named import AlgorithmLike, split_gap
+from stages.engines.plans import Piece, cut_mini_batches, plan_micro_batches
+from stages.engines.torch.packed_model import PackedModel
+from stages.engines.torch.packing import Group, PackedBatch, groups_of, pack_pieces
+from stages.engines.torch.parallel.interface import Parallel
+from stages.flow.declarations import BASE, IN_TRAINING
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a batch that this rank has: ``groups``, and by row number the responses and the
+    experts that their tokens go to."""
+
+    groups: Sequence[Group]
+    responses: Sequence[torch.Tensor]
+    experts: Sequence[torch.Tensor]
+    device: torch.device
+
+    def packing(self, pieces: Sequence[Piece]) -> Callable[[], PackedBatch]:
+        """What packs a micro-batch of ``pieces``, which are of :attr:`groups`."""
+        rows = self.groups, self.responses, self.experts
+        return partial(pack_pieces, pieces, self.device, *rows)
+
+    def numbers(self, pieces: Sequence[Piece]) -> list[int]:
+        """The row numbers of a micro-batch."""
+        return [self.groups[piece.group].rows[row] for piece in pieces for row in piece.rows]
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatch:
+    """What one optimizer step trains on."""
+
+    batch: TrainBatch
+
+    rows: Rows
+    """Those of this rank."""
+
+    plan: Sequence[Sequence[Piece]]
+    """The micro-batches."""
+
+    passes: int
+    """Passes through the model that each rank makes."""
+
+    everywhere: bool
+    """Every replica has a row of it."""
+
+    totals: Mapping[str, int]
+    """The sizes ``total_tokens``, ``total_rows`` and ``total_groups`` of the mini-batch on all
+    ranks, by which its loss is divided."""
+
+
+class TrainingStep:
+    """Computes gradients and scores with ``packed_model``, which ``parallel`` has placed."""
+
+    def __init__(self, packed_model: PackedModel, parallel: Parallel, token_budget: int | None) -> None:
+        self._packed_model = packed_model
+        self._parallel = parallel
+        self._token_budget = token_budget
+
+    def prepare(self, batch: TensorDictBase, algorithm: AlgorithmLike) -> tuple[TrainBatch, list[MiniBatch]]:
+        """Compute the scores that ``algorithm`` has of the model in training, and cut the batch of
+        all ranks, of which this one has the rows of ``batch``, into mini-batches."""
+        rows = self._rows(batch)
+        scored_by = {name: by for name, by in algorithm.scores.items() if by in IN_TRAINING}
+        scores = self._scores_by(batch, set(scored_by.values()))
+        named = {name: scores[by] for name, by in scored_by.items()}
+        train_batch = TrainBatch(batch, algorithm, self._parallel.total, named)
+
+        whole = algorithm.unit == "group"
+        trained = train_batch.trained.tolist()
+        own = [
+            (group.number, place, trained[row])
+            for group in rows.groups
+            for place, row in zip(group.places, group.rows, strict=True)
+        ]
+        tokens: dict[int, dict[int, int]] = {}
+        for number, place, count in self._parallel.all_gather_rows(torch.tensor(own)).tolist():
+            tokens.setdefault(number, {})[place] = count
+        cut = cut_mini_batches(tokens, algorithm.mini_batches, whole=whole)
+        parts = []
+        for places in cut:
+            part = [group.part(places.get(group.number, ())) for group in rows.groups]
+            parts.append([group for group in part if group.rows])
+        plans = [self._plan(part, whole=whole) for part in parts]
+        passes = self._parallel.all_gather_counts([len(plan) for plan in plans])
+
+        least = algorithm.least_group_size if whole else 1
+        mini_batches = []
+        for places, part, plan, (fewest, most) in zip(cut, parts, plans, passes, strict=True):
+            counts = [[tokens[number][place] for place in of] for number, of in places.items()]
+            trained_rows = [sum(count > 0 for count in of_group) for of_group in counts]
+            totals = {
+                "total_tokens": sum(map(sum, counts)),
+                "total_rows": sum(trained_rows),
+                "total_groups": sum(count >= least for count in trained_rows),
+            }
+            of_rank = replace(rows, groups=part)
+            mini_batches.append(MiniBatch(train_batch, of_rank, plan, most, fewest > 0, totals))
+        return train_batch, mini_batches
+
+    def forward_backward(self, mini_batch: MiniBatch, algorithm: AlgorithmLike) -> dict[str, float]:
+        """Add the gradients of the algorithm's loss to those that there are. Return the metrics of
+        all ranks, among them ``loss`` and ``fed_tokens``, the tokens that went through models."""
+        rows, plan, totals = mini_batch.rows, mini_batch.plan, mini_batch.totals
+        model, parallel = self._packed_model, self._parallel
+        sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=model.device)}
+
+        def loss_of(number: int, logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            if number >= len(plan):
+                return logprobs.sum() * 0
+            pieces = plan[number]
+            tokens = mini_batch.batch.tokens(
+                rows.numbers(pieces),
+                [at for at, piece in enumerate(pieces) for _ in piece.rows],
+                logprobs,
+                entropy,
+                values if model.value_head else None,
+                **totals,
+            )
+            output = algorithm.loss(tokens)
+            measured = {"loss": output.loss.detach(), **output.metrics, **tokens.behaviour_gap()}
+            measured["entropy"] = tokens.entropy.sum() / totals["total_tokens"]  # type: ignore[union-attr]
+            _add(sums, measured)
+            return output.loss
+
+        model.expert_load.counts.zero_()
+        micro_batches = [rows.packing(pieces) for pieces in plan]
+        parallel.runner.learn(micro_batches, mini_batch.passes, loss_of)
+
+        fed = sum(rows.groups[piece.group].shape.tokens(piece.rows) for pieces in plan for piece in pieces)
+        of_engine = {"fed_tokens": float(fed), **model.expert_load.metrics(parallel.total_of_tokens)}
+        measured = {name: value.item() for name, value in sums.items()}
+        reduced = parallel.reduce_metrics(measured | of_engine, mini_batch.everywhere)
+        of_engine = {name: reduced.pop(name) for name in ("loss", *of_engine)}
+        gap, metrics = split_gap(reduced)
+        gap |= model.routing.metrics(parallel.total_of_tokens)
+        if math.isfinite(of_engine["loss"]):
+            metrics = algorithm.finish(metrics)
+        return {**of_engine, **gap, **metrics}
+
+    @torch.no_grad()
+    def scores(self, batch: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the logprobs and the values of the response tokens of each row, on the CPU;
+        values are empty without a value head. Each group is computed alone."""
+        rows = self._rows(batch)
+        plan = [
+            [Piece(number, piece.rows)] for number, group in enumerate(rows.groups) for (piece,) in self._plan([group])
+        ]
+        [(_, passes)] = self._parallel.all_gather_counts([len(plan)])
+        outputs = self._parallel.runner.score([rows.packing(pieces) for pieces in plan], passes)
+        logprobs = [torch.empty(0)] * len(rows.responses)
+        values = list(logprobs)
+        for pieces, (of_tokens, _, of_states) in zip(plan, outputs, strict=False):
+            numbers = rows.numbers(pieces)
+            lengths = [len(rows.responses[number]) for number in numbers]
+            for scores, column in ((of_tokens, logprobs), (of_states, values)):
+                if len(scores):
+                    for number, row in zip(numbers, scores.cpu().split(lengths), strict=True):
+                        column[number] = row
+        return logprobs, values
+
+    def _rows(self, batch: TensorDictBase) -> Rows:
+        groups, responses = groups_of(batch)
+        experts = self._packed_model.routing.rows(batch)
+        return Rows(groups, responses, experts, self._packed_model.device)
+
+    def _plan(self, groups: Sequence[Group], *, whole: bool = False) -> list[list[Piece]]:
+        shapes = [group.shape for group in groups]
+        return plan_micro_batches(shapes, self._token_budget, whole=whole)
+
+    def _scores_by(self, batch: TensorDictBase, scorers: set[str]) -> dict[str, list[torch.Tensor]]:
+        """Return the score of each response token by each of ``scorers``, of ``IN_TRAINING``."""
+        scores: dict[str, list[torch.Tensor]] = {}
+        if scorers - {BASE}:
+            scores = dict(zip(IN_TRAINING, self.scores(batch), strict=False))
+        if BASE in scorers:
+            if self._packed_model.adapters is None:
+                raise ValueError("scores: 'base' is the model without its adapters, and it has none")
+            with adapters_off(self._packed_model.model):
+                scores[BASE] = self.scores(batch)[0]
+        return scores
+
+
+def _add(sums: dict[str, torch.Tensor], measured: Mapping[str, torch.Tensor]) -> None:
+    """Add a micro-batch's metrics to ``sums``; of those called ``max_…`` keep the largest."""
+    for name, value in measured.items():
+        together = torch.maximum if name.startswith("max_") else torch.add
+        sums[name] = together(sums[name], value) if name in sums else value
